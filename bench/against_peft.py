@@ -122,8 +122,7 @@ def measure(batch: Batch, ours: CorunRunner, theirs: PeftRunner, num_pairs: int)
     """Measure one cell with its A/A control."""
     rng = random.Random(batch.num_requests)
     prompts = [
-        [rng.randrange(3, VOCAB_SIZE) for _ in range(batch.prompt_tokens)]
-        for _ in range(batch.num_requests)
+        [rng.randrange(3, VOCAB_SIZE) for _ in range(batch.prompt_tokens)] for _ in range(batch.num_requests)
     ]
     names = [f"adapter-{i % len(RANKS)}-r{RANKS[i % len(RANKS)]}" for i in range(len(prompts))]
     num_tokens = batch.num_requests * batch.output_tokens

@@ -107,9 +107,7 @@ def make_metadata(
     counts = [-(-context // block_size) for _, context in rows]
     tables = torch.zeros((len(rows), max(counts)), dtype=torch.int32)
     slots = []
-    for table, own, (num_new, context) in zip(
-        tables, blocks[: sum(counts)].split(counts), rows, strict=True
-    ):
+    for table, own, (num_new, context) in zip(tables, blocks[: sum(counts)].split(counts), rows, strict=True):
         table[: len(own)] = own
         positions = torch.arange(context - num_new, context)
         slots.append(table[positions // block_size].long() * block_size + positions % block_size)
@@ -164,9 +162,7 @@ class Bench:
         query, key, value = inputs
         for index in range(self.layer.num_layers):
             key_blocks, value_blocks = self._pool.layer(index)
-            self._backend.forward(
-                query, key, value, key_blocks, value_blocks, metadata, self.params
-            )
+            self._backend.forward(query, key, value, key_blocks, value_blocks, metadata, self.params)
 
     def steps(self, batch: int, context_len: int) -> list[AttentionMetadata]:
         """Decode steps over disjoint blocks, as many as the pool has room for."""
@@ -244,8 +240,7 @@ def decode_table(
                 print(" ".join(f"{name}={value}" for name, value in cells[-1].items()), flush=True)
         bench.close()
     return cells, {
-        str(count): round(statistics.median(stream.gb_per_s), 2)
-        for count, stream in streams.items()
+        str(count): round(statistics.median(stream.gb_per_s), 2) for count, stream in streams.items()
     }
 
 
@@ -272,18 +267,15 @@ def sdpa_rows(bench: Bench, rows: list[tuple[int, int]]) -> Callable[[], None]:
         mask = None
         if context_len > num_new:
             visible = torch.ones(num_new, context_len, dtype=torch.bool).tril(context_len - num_new)
-            mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(
-                ~visible, float("-inf")
-            )
+            mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
         calls.append((query, key, value, mask))
 
     def run() -> None:
         for _ in range(layer.num_layers):
             for query, key, value, mask in calls:
                 F.scaled_dot_product_attention(
-                    query, key, value, attn_mask=mask, is_causal=mask is None,
-                    scale=bench.params.scaling,
-                )  # fmt: skip
+                    query, key, value, attn_mask=mask, is_causal=mask is None, scale=bench.params.scaling
+                )
 
     return run
 
@@ -341,8 +333,9 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, torch.get_num_threads()])
     parser.add_argument("--rounds", type=int, default=9, help="samples of a decode cell")
-    parser.add_argument("--rows", nargs="+", choices=[name for name, _ in prefill_cells()],
-                        help="only these cells of prefill")  # fmt: skip
+    parser.add_argument(
+        "--rows", nargs="+", choices=[name for name, _ in prefill_cells()], help="only these cells of prefill"
+    )
     options = parser.parse_args()
     backend = select_attention_backend(options.backend, device=_CPU, dtype=torch.bfloat16)
     layers = [layer for layer in LAYERS if layer.name in options.layers]
@@ -350,12 +343,8 @@ def main() -> None:
     figures: dict[str, Any] = {}
     bounds: dict[str, bool | None] = {}
     if options.part != "prefill":
-        figures["decode"], figures["stream_gb_per_s"] = decode_table(
-            backend, layers, threads, options.rounds
-        )
-        bounds["long_contexts_reach_the_share_of_short_ones"] = is_no_worse_when_long(
-            figures["decode"]
-        )
+        figures["decode"], figures["stream_gb_per_s"] = decode_table(backend, layers, threads, options.rounds)
+        bounds["long_contexts_reach_the_share_of_short_ones"] = is_no_worse_when_long(figures["decode"])
     if options.part != "decode":
         figures["prefill"] = prefill_table(backend, layers, max(threads), options.rows)
         bounds["prefill_at_least_as_fast_as_sdpa"] = all(

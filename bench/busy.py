@@ -55,9 +55,16 @@ _QUOTA_CPUS = 1.5
 _WARM_S = 1.0
 _WORDS = {True: "met         ", False: "MISSED      ", None: "inconclusive"}
 _QUICK = Pace(
-    rounds=1, pairs=1, settle_s=0.5, window_s=2.0, watch_s=6.0, watch_window_s=2.0,
-    recovery_s=2.0, starts=1, long_requests=8,
-)  # fmt: skip
+    rounds=1,
+    pairs=1,
+    settle_s=0.5,
+    window_s=2.0,
+    watch_s=6.0,
+    watch_window_s=2.0,
+    recovery_s=2.0,
+    starts=1,
+    long_requests=8,
+)
 _RESULTS = Path(__file__).parent / "results" / "busy"
 
 
@@ -88,9 +95,7 @@ class Bench:
             variants[f"threads {number}"] = with_options(
                 auto, "--cpu-threads", str(number), "--fixed-cpu-threads"
             )
-        return Servers(
-            self.folder / "model", self.folder / "adapters", self.vocab_size, variants, prefix
-        )
+        return Servers(self.folder / "model", self.folder / "adapters", self.vocab_size, variants, prefix)
 
     def compared(self, kind: str) -> list[str]:
         """The servers of a busy cell."""
@@ -110,9 +115,15 @@ def num_cpus() -> int:
 
 
 def measure_loads(
-    bench: Bench, servers: Servers, name: str, compared: Mapping[str, str], clients: int,
-    *, rounds: int, settle_s: float,
-) -> None:  # fmt: skip
+    bench: Bench,
+    servers: Servers,
+    name: str,
+    compared: Mapping[str, str],
+    clients: int,
+    *,
+    rounds: int,
+    settle_s: float,
+) -> None:
     """One cell, if it is not kept. ``compared``: servers by what they are called there."""
 
     def measure() -> Figures:
@@ -129,9 +140,14 @@ def measure_speed(bench: Bench, kind: str, servers: Servers) -> None:
         del compared["against"]
     for clients in LOADS:
         measure_loads(
-            bench, servers, cell_name("speed", kind, clients), compared, clients,
-            rounds=bench.pace.pairs, settle_s=_WARM_S,
-        )  # fmt: skip
+            bench,
+            servers,
+            cell_name("speed", kind, clients),
+            compared,
+            clients,
+            rounds=bench.pace.pairs,
+            settle_s=_WARM_S,
+        )
 
 
 def measure_reading(bench: Bench, kind: str, servers: Servers) -> None:
@@ -139,8 +155,7 @@ def measure_reading(bench: Bench, kind: str, servers: Servers) -> None:
     if kind == KINDS[0]:
         num_bytes = weight_bytes(bench.folder / "model")
         bench.kept.cell(
-            cell_name("reading", kind),
-            lambda: over_reading(servers["auto"], num_bytes, bench.pace),
+            cell_name("reading", kind), lambda: over_reading(servers["auto"], num_bytes, bench.pace)
         )
 
 
@@ -149,9 +164,14 @@ def measure_replay(bench: Bench, kind: str, servers: Servers) -> None:
     compared = {"auto": "auto", "no replay": "no replay", "auto again": "auto"}
     for clients in _BUSY_LOADS:
         measure_loads(
-            bench, servers, cell_name("replay", kind, clients), compared, clients,
-            rounds=bench.pace.pairs, settle_s=_WARM_S,
-        )  # fmt: skip
+            bench,
+            servers,
+            cell_name("replay", kind, clients),
+            compared,
+            clients,
+            rounds=bench.pace.pairs,
+            settle_s=_WARM_S,
+        )
 
 
 def measure_busy(bench: Bench, kind: str, servers: Servers) -> None:
@@ -161,9 +181,14 @@ def measure_busy(bench: Bench, kind: str, servers: Servers) -> None:
     def measure(servers: Servers, beside: object) -> None:
         for clients in _BUSY_LOADS:
             measure_loads(
-                bench, servers, cell_name("busy", kind, beside, clients), compared, clients,
-                rounds=bench.pace.rounds, settle_s=bench.pace.settle_s,
-            )  # fmt: skip
+                bench,
+                servers,
+                cell_name("busy", kind, beside, clients),
+                compared,
+                clients,
+                rounds=bench.pace.rounds,
+                settle_s=bench.pace.settle_s,
+            )
 
     for name in compared:  # no start beside competitors
         servers[name]
@@ -199,9 +224,7 @@ def measure_gaps(bench: Bench, kind: str, servers: Servers) -> None:
     if kind == KINDS[0]:
         bench.kept.cell(
             cell_name("gaps", kind),
-            lambda: long_prompts(
-                {name: servers[name] for name in ("auto", "unbounded")}, bench.pace
-            ),
+            lambda: long_prompts({name: servers[name] for name in ("auto", "unbounded")}, bench.pace),
         )
 
 
@@ -267,9 +290,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="seconds per cell, to try the script")
     parser.add_argument("--results", type=Path, help="file of figures")
-    parser.add_argument(
-        "--folder", type=Path, default=_RESULTS, help="folder of models and results"
-    )
+    parser.add_argument("--folder", type=Path, default=_RESULTS, help="folder of models and results")
     return parser.parse_args()
 
 

@@ -121,9 +121,13 @@ class Churn:
         adapter = self._names[name]
         first_version = adapter.first
         body = {
-            "model": name, "prompt": chat_prompt(_WORD), "temperature": 0, "stream": True,
-            "max_tokens": _LONG_TOKENS if is_long else 16, "ignore_eos": is_long,
-        }  # fmt: skip
+            "model": name,
+            "prompt": chat_prompt(_WORD),
+            "temperature": 0,
+            "stream": True,
+            "max_tokens": _LONG_TOKENS if is_long else 16,
+            "ignore_eos": is_long,
+        }
         text, reason = "", None
         adapter.num_unanswered += 1
         is_unanswered = True
@@ -191,9 +195,7 @@ class Churn:
             await asyncio.to_thread(shutil.rmtree, path)
 
     async def _post(self, verb: str, name: str, **fields: Any) -> None:
-        answer = await self._http.post(
-            f"/v1/{verb}_lora_adapter", json={"lora_name": name} | fields
-        )
+        answer = await self._http.post(f"/v1/{verb}_lora_adapter", json={"lora_name": name} | fields)
         if answer.status_code != 200:
             raise ValueError(f"{name}: {answer.status_code} {answer.text}")
 
@@ -221,9 +223,7 @@ def held(pids: list[int]) -> dict[str, float]:
 def _shared_bytes(pid: int) -> int:
     """Shared memory that a process has touched, whether or not it still has a name."""
     (line,) = (
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("RssShmem:")
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssShmem:")
     )
     return int(line.split()[1]) * 1024
 
@@ -282,9 +282,7 @@ def _allowed() -> Iterator[None]:
             os.environ[_ALLOW] = before
 
 
-async def _churn(
-    load: Load, tasks: Mapping[str, str], directory: Path, url: str, pids: list[int]
-) -> Tally:
+async def _churn(load: Load, tasks: Mapping[str, str], directory: Path, url: str, pids: list[int]) -> Tally:
     limits = httpx.Limits(max_connections=load.clients + 4)
     async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits) as http:
         churn = Churn(load, tasks, directory, http)

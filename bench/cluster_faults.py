@@ -56,10 +56,7 @@ BOUNDS: Mapping[str, Figures] = {
     "come-and-go": _NO_FAILURE | {"without a copy": 0.0},
 }
 # Smallest value: a fault that affected no request proves nothing.
-_LEAST: Mapping[str, Figures] = {
-    "engine-kill": {"streams cut": 1.0},
-    "engine-stop": {"streams cut": 1.0},
-}
+_LEAST: Mapping[str, Figures] = {"engine-kill": {"streams cut": 1.0}, "engine-stop": {"streams cut": 1.0}}
 
 # Measures one fault under a load: the cluster, names of adapters, number of the repeat.
 Fault = Callable[[LiveCluster, list[str], int], Awaitable[Figures]]
@@ -83,8 +80,7 @@ async def runs_of(fault: str, repeats: int) -> list[Figures]:
             if fault == "peers":
                 engine_id = await _second_agent(cluster, Path(directory))
                 return [
-                    await bad_peers(cluster, engine_id, Path(directory), number)
-                    for number in range(repeats)
+                    await bad_peers(cluster, engine_id, Path(directory), number) for number in range(repeats)
                 ]
             if fault == "come-and-go":
                 await _second_agent(cluster, Path(directory), num_engines=0)
@@ -96,9 +92,7 @@ async def runs_of(fault: str, repeats: int) -> list[Figures]:
 
 
 @asynccontextmanager
-async def _loaded_cluster(
-    directory: Path, num_engines: int
-) -> AsyncIterator[tuple[LiveCluster, list[str]]]:
+async def _loaded_cluster(directory: Path, num_engines: int) -> AsyncIterator[tuple[LiveCluster, list[str]]]:
     names = [f"adapter-{number}" for number in range(_NUM_ADAPTERS)]
     async with live_cluster(directory / "state", num_engines, LatencySettings()) as cluster:
         for number, name in enumerate(names):
@@ -114,9 +108,15 @@ async def _second_agent(cluster: LiveCluster, directory: Path, num_engines: int 
     """Start another agent, with a store of its own; return its first engine."""
     with bind(_SECOND_HOST, 0) as sock:
         settings = agent_settings(
-            "b", cluster.plan.controller_url, directory / "b", sock.getsockname()[1],
-            EngineConfig(model="latency"), max(1, num_engines), LatencySettings(), _SECOND_HOST,
-        )  # fmt: skip
+            "b",
+            cluster.plan.controller_url,
+            directory / "b",
+            sock.getsockname()[1],
+            EngineConfig(model="latency"),
+            max(1, num_engines),
+            LatencySettings(),
+            _SECOND_HOST,
+        )
         start_agent(cluster, settings)
         await cluster.has_usable(_NUM_ENGINES + 1)
     if not num_engines:

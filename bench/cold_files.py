@@ -19,14 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cold.rig import (
-    PLANNER,
-    Rig,
-    engine_and_worker_cpus,
-    make_config,
-    start_rig,
-    with_measured_profile,
-)
+from cold.rig import PLANNER, Rig, engine_and_worker_cpus, make_config, start_rig, with_measured_profile
 from cold.workload import SIZES, adapter_name, make_adapters
 from corun.runtime.adapters.checkpoint import Checkpoint
 from models import save_model
@@ -84,9 +77,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--link-mb-per-s", type=float, default=100.0)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument(
-        "--profile", type=Path, help="profile of this model, saved by corun profile"
-    )
+    parser.add_argument("--profile", type=Path, help="profile of this model, saved by corun profile")
     parser.add_argument("--keep-profile", type=Path, help="where to save the measured profile")
     parser.add_argument("--log-level", default="warning")
     return parser.parse_args()
@@ -113,9 +104,7 @@ def _measure(rig: Rig, options: argparse.Namespace, num_bytes: int) -> dict[str,
 
     for strategy in (PLANNER, "async_load", PLANNER):
         first_s(strategy)
-    ratio, planner, waiting = compare(
-        lambda: first_s(PLANNER), lambda: first_s("async_load"), options.pairs
-    )
+    ratio, planner, waiting = compare(lambda: first_s(PLANNER), lambda: first_s("async_load"), options.pairs)
     control, _, _ = compare(lambda: first_s(PLANNER), lambda: first_s(PLANNER), options.pairs)
     return {
         "cached_ms": _ms([cached_s() for _ in range(options.pairs)]),

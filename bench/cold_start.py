@@ -27,14 +27,7 @@ from cold.gaps import measure_gaps
 from cold.picture import draw
 from cold.rig import Rig, engine_and_worker_cpus, make_config, start_rig, with_measured_profile
 from cold.verdicts import judge_cells, judge_gaps
-from cold.workload import (
-    DEFAULT_CELLS,
-    QUICK_CELLS,
-    SIZES,
-    Cell,
-    full_cells,
-    make_adapters,
-)
+from cold.workload import DEFAULT_CELLS, QUICK_CELLS, SIZES, Cell, full_cells, make_adapters
 from corun.profiles.profile import Profile, save_profile
 from corun.runtime.config.engine import EngineConfig
 from models import save_model
@@ -67,13 +60,15 @@ def main() -> None:
             profile = rig.profile
             figures, bounds = _measure(rig, cells, options)
         if options.ablations:
-            figures.setdefault("ablations", {}).update(
-                _long_ablations(profile, config, options, directory)
-            )
+            figures.setdefault("ablations", {}).update(_long_ablations(profile, config, options, directory))
     workload = {
-        "size": options.size, "device": options.device, "rounds": options.rounds,
-        "cpus": engine_and_worker, "gap_pairs": options.gap_pairs, "arrivals": options.arrivals,
-    }  # fmt: skip
+        "size": options.size,
+        "device": options.device,
+        "rounds": options.rounds,
+        "cpus": engine_and_worker,
+        "gap_pairs": options.gap_pairs,
+        "arrivals": options.arrivals,
+    }
     report("cold_start", workload, figures, bounds)
 
 
@@ -119,24 +114,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="size of the model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, help="rounds per cell; default: 15, quick 3")
-    parser.add_argument(
-        "--gap-pairs", type=int, help="pairs of gap measurements; default: 15, quick 2"
-    )
+    parser.add_argument("--gap-pairs", type=int, help="pairs of gap measurements; default: 15, quick 2")
     parser.add_argument("--arrivals", type=int, default=8, help="arrivals per measurement of gaps")
+    parser.add_argument("--profile", type=Path, help="profile of this model, saved by corun profile")
     parser.add_argument(
-        "--profile", type=Path, help="profile of this model, saved by corun profile"
+        "--profile-s", type=float, default=45.0, help="seconds for measuring a profile without --profile"
     )
     parser.add_argument(
-        "--profile-s",
-        type=float,
-        default=45.0,
-        help="seconds for measuring a profile without --profile",
-    )
-    parser.add_argument(
-        "--max-cells-s",
-        type=float,
-        default=400.0,
-        help="leave out what takes longer; not with --full",
+        "--max-cells-s", type=float, default=400.0, help="leave out what takes longer; not with --full"
     )
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--log-level", default="warning")
@@ -195,7 +180,7 @@ def _figures_of(profile: Profile) -> dict[str, Any]:
             "invocation_us": round(model.invocation_s * 1e6, 1),
             "invocation_us_per_token": round(model.invocation_s_per_token * 1e6, 3),
             "busy_reasons": quality.busy_reasons,
-        },
+        }
     }
 
 

@@ -154,9 +154,7 @@ def main() -> None:
             if batch == JUDGED_BATCH:
                 is_judged = cell["control_spread"] <= MAX_CONTROL_SPREAD
                 is_held = cell["base_over_linears"]["high"] <= MAX_OVER_LINEARS
-                bounds[f"step at {batch} <= {MAX_OVER_LINEARS} x linears"] = (
-                    is_held if is_judged else None
-                )
+                bounds[f"step at {batch} <= {MAX_OVER_LINEARS} x linears"] = is_held if is_judged else None
         for num_tokens in arguments.prefill:
             cell = measure_prefill(engine, num_tokens, arguments.pairs)
             figures[f"prefill {num_tokens}"] = cell

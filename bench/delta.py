@@ -173,9 +173,7 @@ def main() -> None:
         shapes = Shapes(256, (256, 64, 64), 8, (4,), 2, (4, 8), (1, 8, 16))
     names = DELTA_BACKENDS[1:] if options.backend == "auto" else (options.backend,)
     table: DeltaTable = measure(
-        [make_backend(name) for name in names],
-        in_features=shapes.in_features,
-        columns=shapes.columns,
+        [make_backend(name) for name in names], in_features=shapes.in_features, columns=shapes.columns
     )
     deltas = Deltas(table)
     peak = measure_peak()

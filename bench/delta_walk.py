@@ -8,12 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from corun.cpu_workers.deltas.base import ITEM_BYTES, DeltaJob
 from corun.cpu_workers.deltas.select import Deltas
-from corun.cpu_workers.kernels.lora.regions import (
-    Matrices,
-    TargetShape,
-    plan_packed,
-    write_region,
-)
+from corun.cpu_workers.kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from corun.shm.region import Region, read_header
 from corun.shm.segment import Segment
 from paired import seconds
@@ -84,8 +79,7 @@ class Walk:
     def _fill(self, shapes: Shapes, rank: int) -> None:
         rng = np.random.default_rng(shapes.seed)
         matrices = [
-            Matrices(_random(rng, rank, shapes.in_features), _random(rng, n, rank))
-            for n in shapes.columns
+            Matrices(_random(rng, rank, shapes.in_features), _random(rng, n, rank)) for n in shapes.columns
         ]
         arena, x = (self._memory.buffers[name] for name in ("bench arena", "bench x"))
         first = arena[: self.region.num_bytes]

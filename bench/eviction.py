@@ -252,10 +252,7 @@ def _load_s(item: MemoryItem) -> float:
 
 
 _FACTS = MemoryFacts(
-    reload_cost_s=_load_s,
-    mean_batch_size=lambda: _BATCH_SIZE,
-    kv_reuse_share=lambda: 1.0,
-    num_blocks=0,
+    reload_cost_s=_load_s, mean_batch_size=lambda: _BATCH_SIZE, kv_reuse_share=lambda: 1.0, num_blocks=0
 )
 
 
@@ -278,9 +275,7 @@ def _judge(hits: Mapping[tuple[str, float, str], _Hits]) -> dict[str, bool | Non
             continue
         where = f"{trace} at {share:g}: corun"
         above_lfu = corun.bytes - hits[trace, share, _LFU].bytes
-        bounds[f"{where} <= {MAX_BELOW_LFU:g} byte points below {_LFU}"] = (
-            above_lfu >= -MAX_BELOW_LFU
-        )
+        bounds[f"{where} <= {MAX_BELOW_LFU:g} byte points below {_LFU}"] = above_lfu >= -MAX_BELOW_LFU
         if lru is None:
             continue
         above_lru = corun.requests - lru.requests
@@ -318,9 +313,7 @@ def _ranking_s(name: str) -> float:
 def _of_recipe(
     recipe: str, num_requests: int, seed: int, traces: Path | None, *, is_shuffled: bool = False
 ) -> _Stream:
-    workload = make_workload(
-        recipe, rate_rps=_RATE_RPS, num_requests=num_requests, seed=seed, traces=traces
-    )
+    workload = make_workload(recipe, rate_rps=_RATE_RPS, num_requests=num_requests, seed=seed, traces=traces)
     adapters = [request.adapter for request in workload.requests]
     if is_shuffled:
         random.Random(seed).shuffle(adapters)
@@ -353,8 +346,7 @@ _TRACES: Mapping[str, Callable[[int, int, Path | None], _Stream]] = {
 
 def _mean(found: Sequence[_Hits]) -> _Hits:
     return _Hits(
-        statistics.fmean(one.requests for one in found),
-        statistics.fmean(one.bytes for one in found),
+        statistics.fmean(one.requests for one in found), statistics.fmean(one.bytes for one in found)
     )
 
 
@@ -381,9 +373,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", metavar="NAME", default=list(MEMORY_POLICIES))
     parser.add_argument("--seeds", type=int, default=5, help="seeds per figure")
     parser.add_argument("--requests", type=int, default=12_000, help="requests per seed")
-    parser.add_argument(
-        "--traces", metavar="DIR", help="directory of trace files (default: CORUN_TRACES)"
-    )
+    parser.add_argument("--traces", metavar="DIR", help="directory of trace files (default: CORUN_TRACES)")
     return parser.parse_args()
 
 

@@ -15,12 +15,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from corun.cpu_workers.kernels.simd.arithmetic import (
-    bfloat16_tag,
-    describe,
-    products_per_loop,
-    spin,
-)
+from corun.cpu_workers.kernels.simd.arithmetic import bfloat16_tag, describe, products_per_loop, spin
 from corun.cpu_workers.kernels.simd.layout import FLOAT32
 from corun.gpu.device import huge_pages
 
@@ -50,9 +45,13 @@ class FloorMeter:
     """Measures floors a round at a time."""
 
     def __init__(
-        self, num_threads: int, *, clock: Clock = time.perf_counter, reads: bool = True,
+        self,
+        num_threads: int,
+        *,
+        clock: Clock = time.perf_counter,
+        reads: bool = True,
         tag: np.generic | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``reads``: measure the bandwidth, too; it takes 10 ms a round.
 
         tag: the arithmetic, of ``layout``; None = that of bfloat16 here.

@@ -96,15 +96,29 @@ class Sizes:
 
 
 FULL = Sizes(
-    slot_bytes=2 << 20, payloads=((2 << 20, 1000), (512 << 10, 250), (64 << 10, 20), (4 << 10, 1)),
-    num_rounds=500_000, num_batches=40, batch_rounds=100, copy_bytes=64 << 20, num_copies=16,
-    num_rewrites=20, num_streams=12, hold_s=2.0,
-)  # fmt: skip
+    slot_bytes=2 << 20,
+    payloads=((2 << 20, 1000), (512 << 10, 250), (64 << 10, 20), (4 << 10, 1)),
+    num_rounds=500_000,
+    num_batches=40,
+    batch_rounds=100,
+    copy_bytes=64 << 20,
+    num_copies=16,
+    num_rewrites=20,
+    num_streams=12,
+    hold_s=2.0,
+)
 TINY = Sizes(
-    slot_bytes=8 << 10, payloads=((8 << 10, 2), (4 << 10, 1)),
-    num_rounds=40, num_batches=2, batch_rounds=5, copy_bytes=64 << 10, num_copies=2,
-    num_rewrites=3, num_streams=12, hold_s=0.5,
-)  # fmt: skip
+    slot_bytes=8 << 10,
+    payloads=((8 << 10, 2), (4 << 10, 1)),
+    num_rounds=40,
+    num_batches=2,
+    batch_rounds=5,
+    copy_bytes=64 << 10,
+    num_copies=2,
+    num_rewrites=3,
+    num_streams=12,
+    hold_s=0.5,
+)
 
 
 class Figures:
@@ -195,8 +209,7 @@ class Rig:
         options["is_tiny"] = self.sizes is TINY
         fd = self.segment.fd
         self._peer = subprocess.Popen(
-            [sys.executable, str(_SCRIPT), "--peer", role, str(fd), json.dumps(options)],
-            pass_fds=(fd,),
+            [sys.executable, str(_SCRIPT), "--peer", role, str(fd), json.dumps(options)], pass_fds=(fd,)
         )
         if not cuda_words.poll(lambda: self.load(STARTED) == 1, _START_S):
             raise TimeoutError(f"the peer for {role} did not start in {_START_S:.0f} s")
@@ -545,9 +558,7 @@ def find_machine(figures: Figures) -> None:
         command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader", "-i0"]
         with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
             said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-            figures.put(
-                "nvidia-smi", dict(zip(asked, said.stdout.strip().split(", "), strict=True))
-            )
+            figures.put("nvidia-smi", dict(zip(asked, said.stdout.strip().split(", "), strict=True)))
 
 
 def faults_of(answers: Mapping[str, Mapping[str, Any]], kind: str) -> list[str]:
@@ -589,17 +600,23 @@ def decide(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def ask(
-    name: str, kind: str, limit_s: float, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def ask(name: str, kind: str, limit_s: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a question in a process of its own, for ``limit_s`` and some grace at most."""
     print(f"{name} ({kind}), {limit_s:.0f} s at most", flush=True)
     with tempfile.TemporaryDirectory(prefix="corun-gpu-check-") as folder:
         path, said = Path(folder, "figures.json"), Path(folder, "stderr")
         command = [
-            sys.executable, str(_SCRIPT), "--run", name, "--kind", kind,
-            "--limit-s", str(limit_s), "--figures", str(path),
-        ]  # fmt: skip
+            sys.executable,
+            str(_SCRIPT),
+            "--run",
+            name,
+            "--kind",
+            kind,
+            "--limit-s",
+            str(limit_s),
+            "--figures",
+            str(path),
+        ]
         start_s = time.monotonic()
         code = run_limited(command, limit_s + _GRACE_S, said, {**os.environ, **(environment or {})})
         answer = {
@@ -614,17 +631,13 @@ def ask(
     return answer
 
 
-def run_limited(
-    command: list[str], limit_s: float, said: Path, environment: Mapping[str, str]
-) -> int | None:
+def run_limited(command: list[str], limit_s: float, said: Path, environment: Mapping[str, str]) -> int | None:
     """Run a command and all that it starts; its exit code, None if it had to be killed.
 
     What it writes to its standard error goes to the file ``said``.
     """
     with said.open("wb") as stderr:
-        process = subprocess.Popen(
-            command, stderr=stderr, start_new_session=True, env=dict(environment)
-        )
+        process = subprocess.Popen(command, stderr=stderr, start_new_session=True, env=dict(environment))
     code = None
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = process.wait(limit_s)
@@ -675,9 +688,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="file for the JSON line")
-    parser.add_argument(
-        "--questions", nargs="+", choices=names, default=names, help="default: all of them"
-    )
+    parser.add_argument("--questions", nargs="+", choices=names, default=names, help="default: all of them")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     parser.add_argument("--limit-s", type=float, help=argparse.SUPPRESS)

@@ -67,9 +67,7 @@ def _peers(commands: Sequence[tuple[object, ...]], fds: Sequence[int]) -> Iterat
     script = Path(__file__).with_name("invocation_peers.py")
     with contextlib.ExitStack() as stack:
         for command in commands:
-            process = subprocess.Popen(
-                [sys.executable, str(script), *map(str, command)], pass_fds=tuple(fds)
-            )
+            process = subprocess.Popen([sys.executable, str(script), *map(str, command)], pass_fds=tuple(fds))
             stack.callback(process.wait)
             stack.callback(process.kill)
         yield
@@ -121,11 +119,17 @@ class Mailboxes:
             sequence, stride_bytes = end.next_sequence, messages.hidden * 2
             end.publish(
                 Job(
-                    sequence, 1, 0, shape.x_offset(worker, sequence),
-                    shape.y_offset(worker, sequence), messages.tokens, stride_bytes,
-                    stride_bytes, 100,
+                    sequence,
+                    1,
+                    0,
+                    shape.x_offset(worker, sequence),
+                    shape.y_offset(worker, sequence),
+                    messages.tokens,
+                    stride_bytes,
+                    stride_bytes,
+                    100,
                 )
-            )  # fmt: skip
+            )
             store_release(end.ready_address, sequence)  # as the accelerator does
         for end in self._ends:
             end.wait_done(end.next_sequence - 1, timeout_s=TIMEOUT_S)
@@ -156,9 +160,7 @@ def _mailboxes(messages: Messages, cpus: Sequence[int]) -> Iterator[Mailboxes]:
     shape = RingShape(len(cpus), 2, messages.payload_bytes, messages.payload_bytes)
     spin_ns = SPIN_NS if len(set(cpus)) == len(cpus) else 0
     with Control.create(num_workers=len(cpus)) as control, Rings.create(shape) as rings:
-        commands = [
-            ("mailbox", control.fd, cpu, worker, spin_ns) for worker, cpu in enumerate(cpus)
-        ]
+        commands = [("mailbox", control.fd, cpu, worker, spin_ns) for worker, cpu in enumerate(cpus)]
         mailboxes = Mailboxes(control, rings, messages)
         with _peers(commands, [control.fd]):
             mailboxes.announce(WorkerStatus.RUNNING)

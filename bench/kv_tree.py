@@ -63,9 +63,7 @@ class Bench:
     def tokens(self, number: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(_VOCABULARY) for _ in range(number))
 
-    def enter(
-        self, namespace: bytes, token_ids: tuple[int, ...], path: Sequence[KvNode] = ()
-    ) -> KvNode:
+    def enter(self, namespace: bytes, token_ids: tuple[int, ...], path: Sequence[KvNode] = ()) -> KvNode:
         """Add the blocks behind ``path``, which ends with a held block; return the last, held."""
         node = path[-1] if path else None
         for start in range(len(path) * _BLOCK_TOKENS, len(token_ids), _BLOCK_TOKENS):

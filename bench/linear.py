@@ -137,9 +137,7 @@ class _Rounds:
     walks: dict[str, list[float]]
 
 
-def _measure(
-    walks: dict[str, Callable[[], object]], rounds: int, clock: Clock, meter: FloorMeter
-) -> _Rounds:
+def _measure(walks: dict[str, Callable[[], object]], rounds: int, clock: Clock, meter: FloorMeter) -> _Rounds:
     """All walks in turn; the first one between two measurements of the floors."""
     found = _Rounds([], {name: [] for name in walks})
     (own, walk), *others = walks.items()
@@ -154,17 +152,12 @@ def _measure(
 
 def _judge(found: _Rounds, flops: float, num_bytes: float) -> tuple[dict[str, Any], bool]:
     """A row of figures, and whether the floors kept still enough to judge by them."""
-    pairs = [
-        [floors.least_ms(flops=flops, num_bytes=num_bytes) for floors in pair]
-        for pair in found.floors
-    ]
+    pairs = [[floors.least_ms(flops=flops, num_bytes=num_bytes) for floors in pair] for pair in found.floors]
     own = next(iter(found.walks.values()))
     control = ratio_of([before / after for before, after in pairs])
 
     def share_of(least_ms: Callable[[Floors], float]) -> Any:
-        shares = [
-            sum(map(least_ms, pair)) / 2 / ms for pair, ms in zip(found.floors, own, strict=True)
-        ]
+        shares = [sum(map(least_ms, pair)) / 2 / ms for pair, ms in zip(found.floors, own, strict=True)]
         return ratio_of(shares).to_json()
 
     def median_ms(flops: float, num_bytes: float) -> float:
@@ -218,9 +211,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _backends(
-    shapes: Shapes, dtype: torch.dtype, quantization: str | None
-) -> dict[str, list[Product]]:
+def _backends(shapes: Shapes, dtype: torch.dtype, quantization: str | None) -> dict[str, list[Product]]:
     """The products of all groups by every back end."""
     torch.manual_seed(shapes.seed)
     makers = _makers(dtype, quantization)

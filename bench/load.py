@@ -79,9 +79,7 @@ async def closed_loop(send: Send, jobs: Sequence[Job], num_clients: int) -> list
     return samples
 
 
-async def window_loop(
-    send: Send, jobs: Iterator[Job], num_clients: int, window_s: float
-) -> list[Sample]:
+async def window_loop(send: Send, jobs: Iterator[Job], num_clients: int, window_s: float) -> list[Sample]:
     """Keep ``num_clients`` requests in flight for so many seconds; then those that run are left.
 
     Each sample has the tokens that came within the window, also of requests that have not ended.
@@ -94,9 +92,7 @@ async def window_loop(
             await _time(send, job, samples[-1])
 
     clients = [asyncio.create_task(client()) for _ in range(num_clients)]
-    ended, running = await asyncio.wait(
-        clients, timeout=window_s, return_when=asyncio.FIRST_EXCEPTION
-    )
+    ended, running = await asyncio.wait(clients, timeout=window_s, return_when=asyncio.FIRST_EXCEPTION)
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -193,11 +189,7 @@ def _refusal(answer: bytes) -> str:
 
 
 def http_sender(
-    host: str,
-    port: int,
-    *,
-    api_key: str = "",
-    more_fields: Callable[[Job], dict[str, Any]] = lambda _: {},
+    host: str, port: int, *, api_key: str = "", more_fields: Callable[[Job], dict[str, Any]] = lambda _: {}
 ) -> Send:
     """Send jobs as streaming /v1/completions requests, one connection each.
 
@@ -206,9 +198,16 @@ def http_sender(
 
     async def send(job: Job, on_tokens: Callable[[int], None]) -> None:
         body = json.dumps(
-            {"model": job.model, "prompt": job.prompt, "max_tokens": job.output_tokens,
-             "temperature": 0, "ignore_eos": True, "stream": True, **more_fields(job)}
-        ).encode()  # fmt: skip
+            {
+                "model": job.model,
+                "prompt": job.prompt,
+                "max_tokens": job.output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                **more_fields(job),
+            }
+        ).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
             f"Authorization: Bearer {api_key}\r\nContent-Length: {len(body)}\r\n"

@@ -87,9 +87,7 @@ class Call:
         self._backend = NumbaLora(table, dtype=torch.bfloat16)
         packed = [
             self._backend.pack(
-                torch.randn(rank, _IN, generator=generator),
-                torch.randn(out, rank, generator=generator),
-                0.5,
+                torch.randn(rank, _IN, generator=generator), torch.randn(out, rank, generator=generator), 0.5
             )
             for out in _OUT
         ]

@@ -59,25 +59,19 @@ class Setup:
         torch.manual_seed(shapes.seed)
         num_tokens = shapes.num_requests * tokens
         self._x = torch.randn(num_tokens, shapes.in_features).to(device, dtype)
-        self._outputs = [
-            torch.zeros(num_tokens, n, device=device, dtype=dtype) for n in self.widths
-        ]
+        self._outputs = [torch.zeros(num_tokens, n, device=device, dtype=dtype) for n in self.widths]
         self._batches = {
             name: self._batch([self._add(rank, shapes) for rank in ranks], tokens, ranks)
             for name, ranks in self.ranks_of.items()
         }
         self._table.upload()
         self._flushed = torch.zeros(FLUSH_BYTES, dtype=torch.uint8, device=device)
-        self._synchronize: Callable[[], None] = (
-            torch.cuda.synchronize if device == "cuda" else lambda: None
-        )
+        self._synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def _add(self, rank: int, shapes: Shapes) -> int:
         backend: LoraBackend = self._backend
         targets = {
-            index: backend.pack(
-                torch.randn(rank, shapes.in_features), torch.randn(width, rank) * 1e-3, 0.5
-            )
+            index: backend.pack(torch.randn(rank, shapes.in_features), torch.randn(width, rank) * 1e-3, 0.5)
             for index, width in enumerate(self.widths)
         }
         return self._table.add(DeviceAdapter(targets))
@@ -138,9 +132,7 @@ def evaluate(setup: Setup, rounds: list[dict[str, float]]) -> tuple[dict[str, An
         controls.append(times["mixed"] / times["mixed again"])
     ratio, control = ratio_of(ratios), ratio_of(controls)
     figures = {
-        "step_ms": {
-            name: round(statistics.median(t[name] for t in rounds), 4) for name in rounds[0]
-        },
+        "step_ms": {name: round(statistics.median(t[name] for t in rounds), 4) for name in rounds[0]},
         "ms_per_rank": statistics.median(line[0] for line in lines),
         "ms_of_rank_0": statistics.median(line[1] for line in lines),
         "mixed_over_predicted": ratio.to_json(),
@@ -156,18 +148,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tokens-per-request", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15, help="at least 7")
-    parser.add_argument(
-        "--steps", type=int, default=9, help="steps per sample, of which the median counts"
-    )
+    parser.add_argument("--steps", type=int, default=9, help="steps per sample, of which the median counts")
     parser.add_argument("--threads", type=int, default=numba.get_num_threads())
     arguments = parser.parse_args()
     numba.set_num_threads(arguments.threads)
     if arguments.rounds < 7:
         parser.error("fewer than 7 rounds give no 90 % interval worth the name")
     shapes = Shapes()
-    setup = Setup(
-        shapes, arguments.device, getattr(torch, arguments.dtype), arguments.tokens_per_request
-    )
+    setup = Setup(shapes, arguments.device, getattr(torch, arguments.dtype), arguments.tokens_per_request)
     run_round(setup, 1)  # compiles, touches every page
     rounds = [run_round(setup, arguments.steps) for _ in range(arguments.rounds)]
     figures, passed = evaluate(setup, rounds)

@@ -52,15 +52,24 @@ def llama_config(**options: Any) -> LlamaConfig:
 
 SIZES: Mapping[str, LlamaConfig] = {
     "tiny": llama_config(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     ),
     "150m": llama_config(),
     "1b": llama_config(
-        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True,
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
     ),
-}  # fmt: skip
+}
 
 
 @one_torch_thread()
@@ -98,9 +107,7 @@ def make_adapters(model: Path, directory: Path) -> dict[str, Path]:
     return {path.name: path for path in paths}
 
 
-def save_adapter(
-    path: Path, config: LlamaConfig, rank: int, targets: Sequence[str], *, seed: int
-) -> None:
+def save_adapter(path: Path, config: LlamaConfig, rank: int, targets: Sequence[str], *, seed: int) -> None:
     """Save a PEFT adapter of random bfloat16 values, which changes what the model says."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {
@@ -119,9 +126,7 @@ def save_adapter(
     (path / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def _shapes(
-    config: LlamaConfig, rank: int, targets: Sequence[str]
-) -> Iterator[tuple[str, tuple[int, int]]]:
+def _shapes(config: LlamaConfig, rank: int, targets: Sequence[str]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Names and shapes of an adapter's tensors."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     kv = hidden // config.num_attention_heads * config.num_key_value_heads

@@ -231,11 +231,16 @@ class Overload:
         return held(self._pids)
 
     async def _ask(self, index: int, num_tokens: int) -> Client:
-        body = json.dumps({
-            "model": self._models[index % len(self._models)],
-            "prompt": [3 + (index * 7 + i) % 7000 for i in range(_PROMPT_TOKENS)],
-            "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-        }).encode()  # fmt: skip
+        body = json.dumps(
+            {
+                "model": self._models[index % len(self._models)],
+                "prompt": [3 + (index * 7 + i) % 7000 for i in range(_PROMPT_TOKENS)],
+                "max_tokens": num_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        ).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._address[0]}\r\n"
             "Content-Type: application/json\r\nConnection: close\r\n"
@@ -267,9 +272,7 @@ async def measure(overload: Overload, num_pairs: int, num_clients: int) -> dict[
     return {what: [one[what] for one in rounds] for what in _MAX_GROWTH}
 
 
-def judge(
-    tally: Tally, held_then: dict[str, list[float]]
-) -> tuple[dict[str, Any], dict[str, bool | None]]:
+def judge(tally: Tally, held_then: dict[str, list[float]]) -> tuple[dict[str, Any], dict[str, bool | None]]:
     """Figures and bounds."""
     median, p95 = ratio_of(tally.median_gaps), ratio_of(tally.p95_gaps)
     control = ratio_of(tally.control_gaps)
@@ -283,9 +286,7 @@ def judge(
         f"median gap <= {MAX_MEDIAN_GAP} of an empty queue's": within(median, MAX_MEDIAN_GAP),
         f"P95 of gaps <= {MAX_P95_GAP} of an empty queue's": within(p95, MAX_P95_GAP),
         f"P99 of refusals <= {MAX_REFUSAL_S * 1e3:g} ms": p99_s <= MAX_REFUSAL_S,
-        f"P99 of /metrics <= {MAX_SCRAPE_S * 1e3:g} ms": (
-            percentile(tally.scrapes_s, 0.99) <= MAX_SCRAPE_S
-        ),
+        f"P99 of /metrics <= {MAX_SCRAPE_S * 1e3:g} ms": (percentile(tally.scrapes_s, 0.99) <= MAX_SCRAPE_S),
         "all other requests were refused with 429": not tally.other_statuses,
     }
     for what, growth in _MAX_GROWTH.items():
@@ -304,9 +305,7 @@ def judge(
 
 
 def _quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    return {
-        f"p{share * 100:g}": round(1e3 * percentile(seconds, share), 1) for share in (0.5, 0.99)
-    }
+    return {f"p{share * 100:g}": round(1e3 * percentile(seconds, share), 1) for share in (0.5, 0.99)}
 
 
 @contextmanager
@@ -319,10 +318,21 @@ def server() -> Iterator[tuple[tuple[str, int], list[str], list[int]]]:
         for rank in _RANKS:
             save_adapter(files / "adapters" / f"rank{rank}", config, rank, ALL_TARGETS, seed=rank)
         with corun_server(
-            files / "model", files / "adapters", "--engine-cores", str(cpus[0]), "--cpu-cores",
-            "none", "--cpu-threads", "1", "--max-num-seqs", str(_STREAMS), "--max-num-waiting",
-            str(_WAITING), "--prefix-cache", "off",
-        ) as (host, port, pid):  # fmt: skip
+            files / "model",
+            files / "adapters",
+            "--engine-cores",
+            str(cpus[0]),
+            "--cpu-cores",
+            "none",
+            "--cpu-threads",
+            "1",
+            "--max-num-seqs",
+            str(_STREAMS),
+            "--max-num-waiting",
+            str(_WAITING),
+            "--prefix-cache",
+            "off",
+        ) as (host, port, pid):
             os.sched_setaffinity(0, {cpus[-1]})
             pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
             yield (host, port), [f"rank{rank}" for rank in _RANKS], pids
@@ -332,9 +342,7 @@ def main() -> None:
     """Run once and print the line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument(
-        "--clients", type=int, default=500, help="number of clients that disconnect"
-    )
+    parser.add_argument("--clients", type=int, default=500, help="number of clients that disconnect")
     options = parser.parse_args()
     for name in ("pairs", "clients"):
         if getattr(options, name) < 1:

@@ -125,6 +125,5 @@ def report(
     name: str, workload: dict[str, Any], figures: dict[str, Any], bounds: dict[str, bool | None]
 ) -> None:
     """Print the JSON line; a bound that could not be judged is None (inconclusive)."""
-    line = {"benchmark": name, "setup": setup(), "workload": workload, "figures": figures,
-            "pass": bounds}  # fmt: skip
+    line = {"benchmark": name, "setup": setup(), "workload": workload, "figures": figures, "pass": bounds}
     print(json.dumps(line), flush=True)

@@ -179,10 +179,16 @@ def _cell(
 def _memory_cell(options: argparse.Namespace, run: tuple[Setting, str], seed: int) -> Cell:
     setting, policy = run
     return Cell(
-        setting.recipe, setting.load, "fcfs", setting.accuracy, seed, options.requests,
-        memory_policy=policy, machine=setting.machine,
+        setting.recipe,
+        setting.load,
+        "fcfs",
+        setting.accuracy,
+        seed,
+        options.requests,
+        memory_policy=policy,
+        machine=setting.machine,
         host_kv_gib=HOST_KV_GIB.get(setting.recipe, 0),
-    )  # fmt: skip
+    )
 
 
 def _runs(
@@ -284,10 +290,7 @@ def _medians(results: verdicts.Results) -> dict[str, dict[str, float]]:
 
 
 def _workload(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-    }
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
 def _chosen(options: argparse.Namespace) -> tuple[list[Setting], list[str]]:
@@ -341,21 +344,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="all policies and cells, 9 seeds")
     parser.add_argument("--memory", action="store_true", help="compare memory policies")
     parser.add_argument("--only", nargs="+", choices=_PARTS, help="parts (default: cells)")
-    parser.add_argument(
-        "--cells", nargs="+", metavar="RECIPE@LOAD", help="instead of the default cells"
-    )
+    parser.add_argument("--cells", nargs="+", metavar="RECIPE@LOAD", help="instead of the default cells")
     parser.add_argument("--policies", nargs="+", metavar="NAME", help=", ".join(POLICIES))
     parser.add_argument("--seeds", type=int, help="default: 7, 5 with --memory, 9 with --full")
     parser.add_argument("--requests", type=int, default=_NUM_REQUESTS, help="requests per cell")
-    parser.add_argument(
-        "--accuracy", type=float, default=ACCURACY, help="accuracy of the oracle, 0 to 1"
-    )
-    parser.add_argument(
-        "--traces", metavar="DIR", help="directory of trace files (default: CORUN_TRACES)"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 2, help="number in parallel"
-    )
+    parser.add_argument("--accuracy", type=float, default=ACCURACY, help="accuracy of the oracle, 0 to 1")
+    parser.add_argument("--traces", metavar="DIR", help="directory of trace files (default: CORUN_TRACES)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 2, help="number in parallel")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="directory of stored cells")
     parser.add_argument("--picture", type=Path, help="write a PNG")
     return parser.parse_args()

@@ -89,17 +89,11 @@ def _run(options: argparse.Namespace) -> None:
         limits = {}
         if options.full and options.only is None:
             name = column_name(PAIRS["scheduling"])
-            limits = compare_limits(
-                engines, columns[name], options.requests, kept, traces, units[name]
-            )
-        results, num_disturbed = _measure(
-            runs, kept, partial(_real, engines, columns, traces), cpus
-        )
+            limits = compare_limits(engines, columns[name], options.requests, kept, traces, units[name])
+        results, num_disturbed = _measure(runs, kept, partial(_real, engines, columns, traces), cpus)
     ratios = _ratios(results)
     if "memory" in results:
-        ratios["memory: link bytes if no adapter came twice"] = _least_link(
-            runs, columns, results, traces
-        )
+        ratios["memory: link bytes if no adapter came twice"] = _least_link(runs, columns, results, traces)
     _report(options, engines.profile, columns, units, results, ratios, limits, num_disturbed)
 
 
@@ -155,28 +149,22 @@ def _simulation(column: Column, traces: Path | None) -> RunCells:
     return run
 
 
-def _borne_rps(
-    recipe: str, column: Column, run: RunCells, size: tuple[int, int], start_rps: float
-) -> float:
+def _borne_rps(recipe: str, column: Column, run: RunCells, size: tuple[int, int], start_rps: float) -> float:
     """The largest rate that ``slora`` bears by ``run``; ``size``: seeds, and requests of each."""
     num_seeds, num_requests = size
     search = largest_rate(
         lambda rate_rps: [
-            Cell(
-                recipe, rate_rps, BASELINE, ACCURACY, seed, num_requests,
-                machine=column.machine.name,
-            )
+            Cell(recipe, rate_rps, BASELINE, ACCURACY, seed, num_requests, machine=column.machine.name)
             for seed in range(1, num_seeds + 1)
         ],
         float(f"{start_rps:.3g}"),
-    )  # fmt: skip
+    )
     return search_together({recipe: search}, run)[recipe]
 
 
 def compare_limits(
-    engines: RealEngines, column: Column, num_requests: int, kept: Kept, traces: Path | None,
-    start_rps: float,
-) -> dict[str, float]:  # fmt: skip
+    engines: RealEngines, column: Column, num_requests: int, kept: Kept, traces: Path | None, start_rps: float
+) -> dict[str, float]:
     """What ``slora`` bears on the real engine, and in the simulator on the same requests."""
 
     def run(cells: Iterable[Cell]) -> dict[Cell, Figures]:
@@ -211,13 +199,19 @@ def runs_of(
             name = column_name(pair)
             cells = [
                 Cell(
-                    pair.recipe, float(f"{pair.load * units[name]:.4g}"), side.policy, ACCURACY,
-                    pair.seed(number), num_requests, memory_policy=side.memory_policy,
-                    machine=columns[name].machine.name, host_kv_gib=side.host_kv_gib,
+                    pair.recipe,
+                    float(f"{pair.load * units[name]:.4g}"),
+                    side.policy,
+                    ACCURACY,
+                    pair.seed(number),
+                    num_requests,
+                    memory_policy=side.memory_policy,
+                    machine=columns[name].machine.name,
+                    host_kv_gib=side.host_kv_gib,
                     load_strategy=side.load_strategy,
                 )
                 for side in (pair.a, pair.b)
-            ]  # fmt: skip
+            ]
             order = (0, 1) if number % 2 == 0 else (1, 0)
             runs += [(pair, cells[index], bool(index)) for index in order]
     return runs
@@ -287,10 +281,15 @@ def _ratios(results: Results) -> dict[str, Ratio]:
 
 
 def _report(
-    options: argparse.Namespace, profile: Profile, columns: Mapping[str, Column],
-    units: Mapping[str, float], results: Results, ratios: Mapping[str, Ratio],
-    limits: Mapping[str, float], num_disturbed: int,
-) -> None:  # fmt: skip
+    options: argparse.Namespace,
+    profile: Profile,
+    columns: Mapping[str, Column],
+    units: Mapping[str, float],
+    results: Results,
+    ratios: Mapping[str, Ratio],
+    limits: Mapping[str, float],
+    num_disturbed: int,
+) -> None:
     for name, found in ratios.items():
         _say(f"{name}: {found.median:.3f} ({found.low:.3f} to {found.high:.3f})")
     bounds = bounds_of(results)
@@ -319,9 +318,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=140, help="requests per run")
     parser.add_argument("--traces", metavar="DIR", help="directory of trace files")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory of stored runs")
-    parser.add_argument(
-        "--profile-s", type=float, default=45.0, help="seconds for measuring this machine"
-    )
+    parser.add_argument("--profile-s", type=float, default=45.0, help="seconds for measuring this machine")
     options = parser.parse_args()
     for name in ("pairs", "requests"):
         if getattr(options, name) < 1:

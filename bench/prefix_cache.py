@@ -86,9 +86,7 @@ class Served:
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the requests are not served")
 
-    def answer(
-        self, prompt: Sequence[int], max_tokens: int, adapter: str | None = None
-    ) -> tuple[int, ...]:
+    def answer(self, prompt: Sequence[int], max_tokens: int, adapter: str | None = None) -> tuple[int, ...]:
         self.add(prompt, max_tokens, adapter)
         return tuple(token for update in self.updates() for token in update.token_ids)
 
@@ -230,10 +228,7 @@ class Bench:
                     return served.gap_s(turns)
 
                 yield self.compare(
-                    "p95 gap while blocks move",
-                    MAX_GAP,
-                    lambda: gap_s(host),
-                    lambda: gap_s(still),
+                    "p95 gap while blocks move", MAX_GAP, lambda: gap_s(host), lambda: gap_s(still)
                 )
 
     def memory(self) -> Iterator[tuple[dict[str, Any], dict[str, bool | None]]]:

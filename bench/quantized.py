@@ -33,11 +33,7 @@ from startup import start_once
 
 # How many times faster than bfloat16 each loop must be.
 _OF_8_BITS = {"1": 1.25, "8": 1.05, "16": 1.0, "prefill": 0.97}
-BOUNDS = {
-    "int8": _OF_8_BITS,
-    "w8a8": _OF_8_BITS,
-    "int4": {"1": 1.6, "8": 1.3, "16": 1.2, "prefill": 0.97},
-}
+BOUNDS = {"int8": _OF_8_BITS, "w8a8": _OF_8_BITS, "int4": {"1": 1.6, "8": 1.3, "16": 1.2, "prefill": 0.97}}
 # Requests in flight at once; tokens of prompts and of outputs; requests.
 _LOOPS = {str(loop[0]): loop for loop in ((1, 128, 32, 10), *CLOSED_LOOPS)}
 _LOOPS["prefill"] = (1, 1024, 1, 2)
@@ -67,12 +63,17 @@ async def measure_speed(
         engines = {
             kind: await stack.enter_async_context(
                 AsyncEngine(
-                    own_process=True, model=str(model), lora_dir=str(lora_dir), preload=("all",),
-                    dtype=_FULL, cpu_isa=asked.cpu_isa, **_options(kind),
+                    own_process=True,
+                    model=str(model),
+                    lora_dir=str(lora_dir),
+                    preload=("all",),
+                    dtype=_FULL,
+                    cpu_isa=asked.cpu_isa,
+                    **_options(kind),
                 )
             )
             for kind in (_FULL, *asked.kinds)
-        }  # fmt: skip
+        }
 
         def rate_of(kind: str, loop_name: str) -> Callable[[], float]:
             clients, prompt_tokens, output_tokens, num_requests = _LOOPS[loop_name]
@@ -106,9 +107,7 @@ async def measure_speed(
                 }
                 if kind != _FULL:
                     least = BOUNDS[kind][name]
-                    bounds[f"{kind}, {name}: >= {least} x {_FULL}"] = is_reached(
-                        ratio, least, control
-                    )
+                    bounds[f"{kind}, {name}: >= {least} x {_FULL}"] = is_reached(ratio, least, control)
             figures[name] = cell
     return figures, bounds
 

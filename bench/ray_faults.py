@@ -122,12 +122,9 @@ def main() -> int:
                 print(f"EXCEEDED {text}", flush=True)
     runs = {fault: kept_runs(options.out, fault) for fault in faults}
     worst = {
-        fault: {name: max(run[name] for run in found) for name in found[0]}
-        for fault, found in runs.items()
+        fault: {name: max(run[name] for run in found) for name in found[0]} for fault, found in runs.items()
     }
-    passed = {
-        fault: not any(exceeded_by(fault, run) for run in found) for fault, found in runs.items()
-    }
+    passed = {fault: not any(exceeded_by(fault, run) for run in found) for fault, found in runs.items()}
     num_runs = {fault: len(found) for fault, found in runs.items()}
     report("ray_faults", {"runs": num_runs}, worst, dict(passed))
     return 0 if all(passed.values()) else 1

@@ -126,9 +126,7 @@ class Engine:
         self._mirror = LoraDirectory(self.manager.infos())
         info = SimpleNamespace(max_queue_s=None)  # all that a host looks at
         grammars = SimpleNamespace(must_wait=lambda structured: False)  # no request has one
-        assembly = SimpleNamespace(
-            core=self._core, adapters=self.manager, info=info, grammars=grammars
-        )
+        assembly = SimpleNamespace(core=self._core, adapters=self.manager, info=info, grammars=grammars)
         self._host = EngineHost(assembly, clock=self._clock)
         self.encode = encode_frame
         self._request_ids = itertools.count(1)
@@ -176,9 +174,7 @@ class Engine:
         """Not used."""
         raise NotImplementedError
 
-    def read(
-        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
-    ) -> AdapterContent:
+    def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         facts = self._facts(str(path))
         is_kept = make_room(facts.host_bytes) is not None
         return AdapterContent(facts, is_kept=is_kept)
@@ -226,9 +222,7 @@ def _make_scheduler(machine: SimulatedMachine, host_bytes: int) -> Scheduler:
     )
     times = ProfiledTimes(machine.model, config.max_num_batched_tokens)
     facts = PolicyFacts(
-        times=times,
-        capacity_tokens=config.max_model_len,
-        bytes_per_token=machine.kv_bytes_per_token,
+        times=times, capacity_tokens=config.max_model_len, bytes_per_token=machine.kv_bytes_per_token
     )
     sizes = MemorySizes(
         capacity_bytes=machine.memory_bytes,
@@ -237,9 +231,7 @@ def _make_scheduler(machine: SimulatedMachine, host_bytes: int) -> Scheduler:
         block_bytes=machine.block_bytes,
         max_model_len=config.max_model_len,
     )
-    costs = ReloadCosts(
-        times, machine.block_size, config.max_num_batched_tokens, machine.model.link
-    )
+    costs = ReloadCosts(times, machine.block_size, config.max_num_batched_tokens, machine.model.link)
     memory = make_device_memory(sizes, "corun", costs, HostCache(host_bytes))
     return Scheduler(config, make_policy("corun", facts), memory, (END_TOKEN,), times=times)
 
@@ -275,9 +267,7 @@ def judge(figures: Mapping[str, float]) -> dict[str, bool]:
 def main() -> None:
     """Measure, print a line per figure, and the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument(
-        "--seconds", type=float, default=Load.seconds, help="seconds of virtual time"
-    )
+    parser.add_argument("--seconds", type=float, default=Load.seconds, help="seconds of virtual time")
     load = Load(seconds=parser.parse_args().seconds)
     figures = measure(load)
     for name, value in figures.items():

@@ -54,9 +54,7 @@ def main() -> None:
 
 def _judge(options: argparse.Namespace, study: Study) -> None:
     chosen = _chosen(options)
-    settings = list(
-        dict.fromkeys(one for row in chosen for bound in row.bounds for one in bound.settings)
-    )
+    settings = list(dict.fromkeys(one for row in chosen for bound in row.bounds for one in bound.settings))
     num_servers = sum(setting.num_servers for setting in settings) * options.seeds
     minutes = num_servers * _RUN_S_PER_SERVER * options.seconds / 120 / options.processes / 60
     _say(f"{len(settings) * options.seeds} runs, about {minutes:.0f} min (simulated)")
@@ -79,8 +77,7 @@ def _judge(options: argparse.Namespace, study: Study) -> None:
 def _outcomes(options: argparse.Namespace, study: Study, settings: Iterable[Setting]) -> Outcomes:
     traces = trace_directory(options.traces)
     runs = {
-        setting: setting.runs(options.seeds, options.seconds, rows.POINTS, traces)
-        for setting in settings
+        setting: setting.runs(options.seeds, options.seconds, rows.POINTS, traces) for setting in settings
     }
     found = study.run(one for of_setting in runs.values() for one in of_setting)
     return {setting: [found[one] for one in of_setting] for setting, of_setting in runs.items()}
@@ -126,12 +123,8 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=_number, default=3)
     parser.add_argument("--seconds", type=float, default=120.0, help="seconds of arrivals")
-    parser.add_argument(
-        "--traces", metavar="DIR", help="directory of trace files (default: CORUN_TRACES)"
-    )
-    parser.add_argument(
-        "--processes", type=_number, default=os.cpu_count() or 2, help="number in parallel"
-    )
+    parser.add_argument("--traces", metavar="DIR", help="directory of trace files (default: CORUN_TRACES)")
+    parser.add_argument("--processes", type=_number, default=os.cpu_count() or 2, help="number in parallel")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="directory of stored runs")
     return parser.parse_args()
 

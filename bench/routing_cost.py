@@ -20,11 +20,7 @@ from time import perf_counter
 from corun.runtime.cluster.policy.placement.capacity_table import CapacityTable
 from corun.runtime.cluster.policy.placement.forecast import DemandForecast
 from corun.runtime.cluster.policy.placement.plan import AdapterDemand, StoreServer
-from corun.runtime.cluster.policy.placement.registry import (
-    PLACEMENTS,
-    PlacementFacts,
-    make_placement,
-)
+from corun.runtime.cluster.policy.placement.registry import PLACEMENTS, PlacementFacts, make_placement
 from corun.runtime.cluster.policy.registry import ROUTERS, RouterFacts, make_router
 from corun.runtime.cluster.policy.reports import RouteRequest, ServerId, ServerReport, Shares
 from corun.runtime.cluster.policy.views import ServerView
@@ -73,9 +69,7 @@ def request_for(machine: SimulatedMachine, rng: random.Random) -> RouteRequest:
     )
 
 
-def measure(
-    name: str, machine: SimulatedMachine, num_servers: int, number: int
-) -> dict[str, float]:
+def measure(name: str, machine: SimulatedMachine, num_servers: int, number: int) -> dict[str, float]:
     """Microseconds of ``rank``, and of telling the view and the router of the choice."""
     rng = random.Random(0)
     router = make_router(name, RouterFacts(slo_tpot_s=0.05))
@@ -116,13 +110,9 @@ def measure_placement(name: str, machine: SimulatedMachine, num_servers: int) ->
     ranks = {f"adapter-{index}": _RANKS[index % len(_RANKS)] for index in range(_NUM_ADAPTERS)}
     sizes = {name: rank * machine.adapter_bytes_per_rank for name, rank in ranks.items()}
     # Room for all of them: "everywhere" is one of the placements.
-    servers = [
-        StoreServer(ServerId(f"server-{index}"), sum(sizes.values()))
-        for index in range(num_servers)
-    ]
+    servers = [StoreServer(ServerId(f"server-{index}"), sum(sizes.values())) for index in range(num_servers)]
     tokens_per_s = {
-        name: 0.5 * 3000.0 * num_servers / (index + 1) ** 0.9 / 20.0
-        for index, name in enumerate(ranks)
+        name: 0.5 * 3000.0 * num_servers / (index + 1) ** 0.9 / 20.0 for index, name in enumerate(ranks)
     }
     shares: Shares = {}
     plan_s, copied = [], []
@@ -130,10 +120,7 @@ def measure_placement(name: str, machine: SimulatedMachine, num_servers: int) ->
         forecast.add({name: (0.8 * value, 0.2 * value) for name, value in tokens_per_s.items()})
         demand = [
             AdapterDemand(
-                name=name,
-                rank=rank,
-                num_bytes=sizes[name],
-                tokens_per_s=forecast.tokens_per_s(name),
+                name=name, rank=rank, num_bytes=sizes[name], tokens_per_s=forecast.tokens_per_s(name)
             )
             for name, rank in ranks.items()
         ]
@@ -142,13 +129,8 @@ def measure_placement(name: str, machine: SimulatedMachine, num_servers: int) ->
         plan_s.append(perf_counter() - begin_s)
         shares = plan.shares
         copied.append(plan.copied_bytes)
-        tokens_per_s = {
-            name: value * rng.lognormvariate(0.0, 0.2) for name, value in tokens_per_s.items()
-        }
-    return {
-        "plan_s": round(max(plan_s), 4),
-        "copied_gb": round(statistics.mean(copied[1:]) / 1e9, 2),
-    }
+        tokens_per_s = {name: value * rng.lognormvariate(0.0, 0.2) for name, value in tokens_per_s.items()}
+    return {"plan_s": round(max(plan_s), 4), "copied_gb": round(statistics.mean(copied[1:]) / 1e9, 2)}
 
 
 def _median_us(times_s: Sequence[float]) -> float:
@@ -162,14 +144,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--machine", choices=MACHINES, default="tp4-llama7b-padded")
     args = parser.parse_args()
-    figures = {
-        name: measure(name, MACHINES[args.machine], args.servers, args.requests) for name in ROUTERS
-    }
+    figures = {name: measure(name, MACHINES[args.machine], args.servers, args.requests) for name in ROUTERS}
     for name, row in figures.items():
         print(f"{name:16} " + "  ".join(f"{key} {value:7.1f}" for key, value in row.items()))
-    plans = {
-        name: measure_placement(name, MACHINES[args.machine], args.servers) for name in PLACEMENTS
-    }
+    plans = {name: measure_placement(name, MACHINES[args.machine], args.servers) for name in PLACEMENTS}
     for name, row in plans.items():
         print(f"{name:16} " + "  ".join(f"{key} {value:7.3f}" for key, value in row.items()))
     holds = all(row["rank_us"] <= MAX_RANK_US for row in figures.values())

@@ -97,21 +97,15 @@ SITUATIONS = (
     # An adapter has more blocks than are free or are going to be grown by.
     Situation("no adapter", _SMALL, 1001, 4096, 512, row_ends=False),
     Situation("turnover", _SMALL, 1, 1, 64 * 256, row_ends=True),
-    Situation(
-        "growth, tree full", _HUGE, 1, 1, _NUM_HISTORY_BLOCKS, row_ends=False, is_tree_full=True
-    ),
-    Situation(
-        "turnover, tree full", _SMALL, 1, 1, _NUM_HISTORY_BLOCKS, row_ends=True, is_tree_full=True
-    ),
+    Situation("growth, tree full", _HUGE, 1, 1, _NUM_HISTORY_BLOCKS, row_ends=False, is_tree_full=True),
+    Situation("turnover, tree full", _SMALL, 1, 1, _NUM_HISTORY_BLOCKS, row_ends=True, is_tree_full=True),
 )
 
 
 class _Load:
     """A scheduler with its requests."""
 
-    def __init__(
-        self, policy: str, situation: Situation, num_steps: int, memory_policy: str
-    ) -> None:
+    def __init__(self, policy: str, situation: Situation, num_steps: int, memory_policy: str) -> None:
         self._rng = random.Random(0)
         self._situation = situation
         self._num_steps = num_steps
@@ -143,9 +137,7 @@ class _Load:
         self._memory: DeviceMemory = make_device_memory(
             sizes, memory_policy, costs, keeps_prefixes=situation.is_tree_full
         )
-        self.scheduler = Scheduler(
-            config, make_policy(policy, facts), self._memory, [0], times=times
-        )
+        self.scheduler = Scheduler(config, make_policy(policy, facts), self._memory, [0], times=times)
 
     def add_rows(self) -> None:
         """Add the requests that will be running."""
@@ -168,9 +160,7 @@ class _Load:
             path = list[KvNode]()
             for block_id in block_ids:
                 parent = path[-1] if path else None
-                path.append(
-                    memory.prefixes.store(BASE_ADAPTER, b"", parent, tokens, block_id, now_s)
-                )
+                path.append(memory.prefixes.store(BASE_ADAPTER, b"", parent, tokens, block_id, now_s))
             memory.prefixes.release(path)
 
     def add_waiting(self, number: int) -> None:
@@ -259,9 +249,7 @@ def measure(
     policy: str, situation: Situation, num_steps: int, memory_policy: str = MEMORY_POLICIES[0]
 ) -> list[Costs]:
     """Time steps of 64 rows by how many wait, in turn: what disturbs one disturbs the others."""
-    loads = [
-        _waiting_load(policy, situation, number, num_steps, memory_policy) for number in NUM_WAITING
-    ]
+    loads = [_waiting_load(policy, situation, number, num_steps, memory_policy) for number in NUM_WAITING]
     costs = [Costs() for _ in loads]
     now_s = _REFRESH_S + 1.0
     for load in loads:
@@ -342,9 +330,7 @@ def main() -> None:
     """Measure every policy in every situation."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="decode steps per setting, above 64")
-    parser.add_argument(
-        "--policies", nargs="+", choices=SCHEDULER_POLICIES, default=list(SCHEDULER_POLICIES)
-    )
+    parser.add_argument("--policies", nargs="+", choices=SCHEDULER_POLICIES, default=list(SCHEDULER_POLICIES))
     parser.add_argument(
         "--memory-policies",
         nargs="+",

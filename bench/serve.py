@@ -33,16 +33,7 @@ from corun.runtime.errors import ConfigError
 from corun.runtime.sim.draw_inputs import DIRECTORY_VARIABLE, trace_directory
 from corun.runtime.sim.workload_file import read_workload
 from corun.runtime.sim.workloads import draw_workload
-from load import (
-    Job,
-    Send,
-    Workload,
-    closed_loop,
-    describe,
-    http_sender,
-    make_jobs,
-    open_loop,
-)
+from load import Job, Send, Workload, closed_loop, describe, http_sender, make_jobs, open_loop
 from models import make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, compare, report
 from streams import HttpStreams, NullStreams, bounds, measure
@@ -63,19 +54,34 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def corun_server(
-    model: Path, lora_dir: Path, *options: str, preloaded: Sequence[str] = ("all",),
-    prefix: Sequence[str] = (), environment: Mapping[str, str] | None = None,
-) -> Iterator[tuple[str, int, int]]:  # fmt: skip
+    model: Path,
+    lora_dir: Path,
+    *options: str,
+    preloaded: Sequence[str] = ("all",),
+    prefix: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, int, int]]:
     """Run ``corun serve`` and wait until it is ready; gives host, port and process id.
 
     ``prefix``: a command that runs another one.
     """
     port = free_port()
     command = [
-        *prefix, sys.executable, "-m", "corun.runtime.cli", "serve", str(model), "--lora-dir",
-        str(lora_dir), *(["--preload", *preloaded] if preloaded else []), "--port", str(port),
-        "--log-level", "warning", *options,
-    ]  # fmt: skip
+        *prefix,
+        sys.executable,
+        "-m",
+        "corun.runtime.cli",
+        "serve",
+        str(model),
+        "--lora-dir",
+        str(lora_dir),
+        *(["--preload", *preloaded] if preloaded else []),
+        "--port",
+        str(port),
+        "--log-level",
+        "warning",
+        *options,
+    ]
     with running_server(command, port, environment=environment) as pid:
         yield "127.0.0.1", port, pid
 
@@ -145,9 +151,7 @@ async def compare_with_engine(
     await asyncio.to_thread(http)
     await asyncio.to_thread(direct)
     label = f"{num_clients} clients"
-    control, _, _ = await asyncio.to_thread(
-        compare, direct, direct, num_pairs, progress=f"{label}, control"
-    )
+    control, _, _ = await asyncio.to_thread(compare, direct, direct, num_pairs, progress=f"{label}, control")
     share, http_rates, direct_rates = await asyncio.to_thread(
         compare, http, direct, num_pairs, progress=f"{label}, HTTP / engine"
     )
@@ -165,9 +169,13 @@ async def compare_with_engine(
 async def run_open_loop(send: Send, models: Sequence[str], arguments: Any) -> dict[str, float]:
     """Poisson arrivals with adapters drawn by a power law."""
     workload = Workload(
-        num_requests=arguments.requests, prompt_tokens=128, output_tokens=32,
-        adapters=tuple(models), alpha=arguments.alpha, seed=1,
-    )  # fmt: skip
+        num_requests=arguments.requests,
+        prompt_tokens=128,
+        output_tokens=32,
+        adapters=tuple(models),
+        alpha=arguments.alpha,
+        seed=1,
+    )
     start = time.perf_counter()
     samples = await open_loop(send, make_jobs(workload), arguments.rate, seed=2)
     return describe(samples, time.perf_counter() - start)
@@ -213,10 +221,7 @@ async def measure_streams(arguments: Any) -> None:
         with corun_server(model, lora_dir, "--max-num-seqs", max_num_seqs) as (host, port, pid):
             client = ProcessClient(
                 EngineConfig(
-                    model=str(model),
-                    lora_dir=str(lora_dir),
-                    preload=("all",),
-                    max_num_seqs=arguments.streams,
+                    model=str(model), lora_dir=str(lora_dir), preload=("all",), max_num_seqs=arguments.streams
                 ),
                 log_level="warning",
             )
@@ -252,8 +257,13 @@ async def measure_workload(arguments: Any) -> bool:
     figures = describe(samples, time.perf_counter() - start)
     if failures:
         sys.stderr.write(f"serve.py: {len(failures)} of {len(jobs)} failed: {failures[0]}\n")
-    asked = {"url": arguments.url, "workload": arguments.workload, "seed": spec.seed,
-             "requests": len(jobs), "span_s": round(arrivals_s[-1], 3)}  # fmt: skip
+    asked = {
+        "url": arguments.url,
+        "workload": arguments.workload,
+        "seed": spec.seed,
+        "requests": len(jobs),
+        "span_s": round(arrivals_s[-1], 3),
+    }
     bounds = {"every request is answered": not failures}
     report("serve", asked, {"open": figures, "num_failed": len(failures)}, dict(bounds))
     return not failures
@@ -265,9 +275,10 @@ async def measure_url(arguments: Any) -> None:
     closed = []
     for num_clients, prompt_tokens, output_tokens, num_requests in CLOSED_LOOPS:
         jobs = make_jobs(
-            Workload(num_requests, prompt_tokens, output_tokens, tuple(models),
-                     vocab_size=arguments.vocab_size)
-        )  # fmt: skip
+            Workload(
+                num_requests, prompt_tokens, output_tokens, tuple(models), vocab_size=arguments.vocab_size
+            )
+        )
         start = time.perf_counter()
         samples = await closed_loop(send, jobs, num_clients)
         figures = describe(samples, time.perf_counter() - start)
@@ -292,21 +303,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60, help="requests of the open loop")
     parser.add_argument("--alpha", type=float, default=1.0, help="power law of the adapters")
     parser.add_argument(
-        "--streams",
-        type=int,
-        default=0,
-        help="only measure the cost of this number of streams per step",
+        "--streams", type=int, default=0, help="only measure the cost of this number of streams per step"
     )
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument(
-        "--models",
-        nargs="+",
-        default=[],
-        help="model names for requests to --url; default: its base model",
+        "--models", nargs="+", default=[], help="model names for requests to --url; default: its base model"
     )
-    parser.add_argument(
-        "--workload", help="workload for --url: a name or file, as for corun simulate"
-    )
+    parser.add_argument("--workload", help="workload for --url: a name or file, as for corun simulate")
     parser.add_argument("--traces", help=f"trace files; default: ${DIRECTORY_VARIABLE}")
     parser.add_argument("--vocab-size", type=int, default=250, help="token ids sent to --url")
     arguments = parser.parse_args()

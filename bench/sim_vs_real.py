@@ -68,9 +68,7 @@ def main() -> None:
     """Simulate, compare and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--traces", metavar="DIR", help="directory of trace files")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="directory of stored real runs"
-    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of stored real runs")
     options = parser.parse_args()
     try:
         runs = list(_runs(Kept(options.results), trace_directory(options.traces)))
@@ -146,9 +144,7 @@ def compare_orders(runs: Sequence[Run]) -> tuple[dict[str, Any], dict[str, bool 
             pairs.setdefault(name, []).append((a, b))
     for name, of_name in pairs.items():
         real = ratio_of([a.real.ttft_mean_s / b.real.ttft_mean_s for a, b in of_name])
-        simulated = ratio_of(
-            [a.simulated.ttft_mean_s / b.simulated.ttft_mean_s for a, b in of_name]
-        )
+        simulated = ratio_of([a.simulated.ttft_mean_s / b.simulated.ttft_mean_s for a, b in of_name])
         figures[name] = {"real": real.to_json(), "simulated": simulated.to_json()}
         print(f"{name}: real {_text(real)}, simulated {_text(simulated)}", flush=True)
         if not real.low <= 1.0 <= real.high:

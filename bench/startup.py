@@ -88,9 +88,17 @@ def start_once(model: Path, lora_dir: Path, environment: Mapping[str, str], *opt
     """Start a server, wait until it is ready, and stop it."""
     port = free_port()
     command = [
-        sys.executable, "-m", "corun.runtime.cli", "serve", str(model), "--lora-dir",
-        str(lora_dir), "--port", str(port), *options,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "corun.runtime.cli",
+        "serve",
+        str(model),
+        "--lora-dir",
+        str(lora_dir),
+        "--port",
+        str(port),
+        *options,
+    ]
     start_s = time.perf_counter()
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     lines: list[tuple[float, str]] = []
@@ -195,8 +203,7 @@ def main() -> None:
     first, *later = starts
     warm_s = [start.ready_s for start in later]
     stages_s = {
-        name: statistics.median(start.stages_s[name] for start in later)
-        for name in later[0].stages_s
+        name: statistics.median(start.stages_s[name] for start in later) for name in later[0].stages_s
     }
     front_mb = [round(start.front_mb, 1) for start in starts]
     figures = {
@@ -216,12 +223,7 @@ def main() -> None:
         f"every later start takes < {MAX_WARM_START_S} s": judge(warm_s, controls_s[1:]),
         f"the server process holds at most {MAX_FRONT_MB} MB": max(front_mb) <= MAX_FRONT_MB,
     }
-    report(
-        "startup",
-        {"model": "llama-150m bf16", "adapters": arguments.adapters or 10},
-        figures,
-        bounds,
-    )
+    report("startup", {"model": "llama-150m bf16", "adapters": arguments.adapters or 10}, figures, bounds)
 
 
 if __name__ == "__main__":

@@ -64,9 +64,7 @@ class SteppedEngine:
 
     def prefill_ms(self, num_tokens: int, *, with_adapters: bool) -> float:
         """Milliseconds until one request of ``num_tokens`` has its only token."""
-        return 1e3 * seconds(
-            lambda: self._begin(1, num_tokens, with_adapters=with_adapters, max_tokens=1)
-        )
+        return 1e3 * seconds(lambda: self._begin(1, num_tokens, with_adapters=with_adapters, max_tokens=1))
 
     def prefill_part_ms(self, num_tokens: int, *, with_adapters: bool) -> dict[str, float]:
         """Milliseconds of each part's own in the prefill of one request."""
@@ -103,10 +101,7 @@ class SteppedEngine:
             self._num_requests += 1
             prompt = tuple(self._rng.randrange(3, VOCAB_SIZE) for _ in range(prompt_tokens))
             sampling = SamplingParams(
-                temperature=0,
-                max_tokens=max_tokens or self._steps.num_steps + 1,
-                ignore_eos=True,
-                seed=0,
+                temperature=0, max_tokens=max_tokens or self._steps.num_steps + 1, ignore_eos=True, seed=0
             )
             name = self._adapters[(index + 3) % len(self._adapters)] if with_adapters else None
             self._core.add_request(AddRequest(self._num_requests, prompt, sampling, name))

@@ -82,11 +82,21 @@ def tell_tokens(sock: socket.socket, model: str, num_streams: int) -> None:
     """Be the engine: once all streams are there, tell a token of each in every step."""
     channel: Channel[ToEngine] = Channel(sock, ToEngine)
     info = ModelInfo(
-        name="stand-in", dtype="none", device="none", max_model_len=4096, vocab_size=VOCAB_SIZE,
-        eos_token_ids=(2,), default_sampling={}, kv_capacity_tokens=1 << 20, memory_bytes=1 << 30,
-        max_num_waiting=1024, model_path=model, device_choices={"sync": "host"}, backends={},
+        name="stand-in",
+        dtype="none",
+        device="none",
+        max_model_len=4096,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(2,),
+        default_sampling={},
+        kv_capacity_tokens=1 << 20,
+        memory_bytes=1 << 30,
+        max_num_waiting=1024,
+        model_path=model,
+        device_choices={"sync": "host"},
+        backends={},
         summary=(),
-    )  # fmt: skip
+    )
     machine = MachineReport(LearnedTimes(1).machine_model(), 1e8, 1, is_measured=False)
     tokenizer = TokenizerSpec(Path(model, "tokenizer.json").read_text(), {}, None)
     channel.send(Ready(info, (), machine, tokenizer))
@@ -122,9 +132,7 @@ def _step(remaining: dict[int, int], number: int) -> StepOutputs:
         remaining[request_id] -= 1
         token_id = 3 + (request_id * 977 + number * 331) % (VOCAB_SIZE - 3)
         has_ended = remaining[request_id] == 0
-        updates.append(
-            RequestUpdate(request_id, (token_id,), finish_reason="length" if has_ended else None)
-        )
+        updates.append(RequestUpdate(request_id, (token_id,), finish_reason="length" if has_ended else None))
         if has_ended:
             del remaining[request_id]
     return StepOutputs(tuple(updates))
@@ -137,9 +145,7 @@ def serve(port: int, tokenizer: str, num_streams: int) -> None:
 
     serving = ServeConfig(port=port, log_level="warning")
     config = EngineConfig(model=tokenizer)
-    uvloop.run(
-        serve_engine(config, serving, make_client=lambda config: StandIn(config, num_streams))
-    )
+    uvloop.run(serve_engine(config, serving, make_client=lambda config: StandIn(config, num_streams)))
 
 
 @contextmanager
@@ -170,9 +176,7 @@ def run_streams(port: int, num_streams: int, num_tokens: int) -> int:
     """Run all streams to their end, mostly asleep; how many bytes came."""
     num_bytes = 0
     with ExitStack() as stack:
-        remaining = [
-            stack.enter_context(_sent(port, number, num_tokens)) for number in range(num_streams)
-        ]
+        remaining = [stack.enter_context(_sent(port, number, num_tokens)) for number in range(num_streams)]
         while remaining:
             time.sleep(DRAIN_INTERVAL_S)
             still = []
@@ -191,8 +195,9 @@ def run_streams(port: int, num_streams: int, num_tokens: int) -> int:
 
 @contextmanager
 def _sent(port: int, number: int, num_tokens: int) -> Iterator[socket.socket]:
-    body = json.dumps({"prompt": [3 + number, 5, 7, 9], "max_tokens": num_tokens,
-                       "temperature": 0, "stream": True}).encode()  # fmt: skip
+    body = json.dumps(
+        {"prompt": [3 + number, 5, 7, 9], "max_tokens": num_tokens, "temperature": 0, "stream": True}
+    ).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -211,9 +216,7 @@ def _run_ns(pid: int) -> int:
     return total
 
 
-def measure(
-    tokenizer: str, num_streams: int, num_tokens: int, num_runs: int
-) -> list[dict[str, float]]:
+def measure(tokenizer: str, num_streams: int, num_tokens: int, num_runs: int) -> list[dict[str, float]]:
     """Measure several runs on one server, after one that is not counted."""
     figures = []
     with server(tokenizer, num_streams) as (port, pid):
@@ -241,9 +244,9 @@ def measure(
 
 def medians_of(figures: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the median of each figure over the runs."""
-    return {
-        name: round(statistics.median(one[name] for one in figures), 2) for name in figures[0]
-    } | {"runs": len(figures)}
+    return {name: round(statistics.median(one[name] for one in figures), 2) for name in figures[0]} | {
+        "runs": len(figures)
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -252,9 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument(
-        "--tokenizer", help="directory of a tokenizer; default: the benchmarks' words"
-    )
+    parser.add_argument("--tokenizer", help="directory of a tokenizer; default: the benchmarks' words")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -272,9 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         if options.tokenizer is None:
             save_tokenizer(VOCAB_SIZE, Path(directory))
-        figures = measure(
-            options.tokenizer or directory, options.streams, options.tokens, options.runs
-        )
+        figures = measure(options.tokenizer or directory, options.streams, options.tokens, options.runs)
     workload = {"streams": options.streams, "tokens": options.tokens, "step_s": STEP_S}
     report("streamed_token", workload, medians_of(figures), {})
 

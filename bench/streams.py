@@ -68,8 +68,7 @@ class HttpStreams:
         server_s, clients_s = sum(self._server.cpu_times()[:2]), time.process_time()
         with contextlib.ExitStack() as stack:
             *quiet, noting = [
-                stack.enter_context(self._sent(number, model))
-                for number, model in enumerate(self.models)
+                stack.enter_context(self._sent(number, model)) for number, model in enumerate(self.models)
             ]
             times: list[float] = []
             reader = threading.Thread(target=_note, args=(noting, times))
@@ -85,9 +84,15 @@ class HttpStreams:
     @contextlib.contextmanager
     def _sent(self, number: int, model: str) -> Iterator[socket.socket]:
         body = json.dumps(
-            {"model": model, "prompt": _prompt(number), "max_tokens": OUTPUT_TOKENS,
-             "temperature": 0, "ignore_eos": True, "stream": True}
-        ).encode()  # fmt: skip
+            {
+                "model": model,
+                "prompt": _prompt(number),
+                "max_tokens": OUTPUT_TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        ).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._address[0]}\r\n"
             "Content-Type: application/json\r\nConnection: close\r\n"
@@ -129,9 +134,7 @@ def _is_open(sock: socket.socket) -> bool:
 class NullStreams:
     """The same requests on an engine process that discards its messages."""
 
-    def __init__(
-        self, client: ProcessClient, loop: asyncio.AbstractEventLoop, models: Sequence[str]
-    ) -> None:
+    def __init__(self, client: ProcessClient, loop: asyncio.AbstractEventLoop, models: Sequence[str]) -> None:
         self._client = client
         self._loop = loop
         self._models = models
@@ -168,9 +171,7 @@ class NullStreams:
         self._times = []
         self._open = set(range(first_id, self._next_id))
         for number, model in enumerate(self._models):
-            params = SamplingParams(
-                temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=number
-            )
+            params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=number)
             prompt = tuple(_prompt(number))
             request = AddRequest(first_id + number, prompt, params, model or None)
             self._client.send(AddRequests((request,)))
@@ -182,9 +183,7 @@ def measure(http: HttpStreams, null: NullStreams, num_pairs: int) -> dict[str, A
         run()
     http.costs = Costs()
     control, _, _ = compare(null.step_s, null.step_s, num_pairs, progress="streams, control")
-    ratio, http_s, null_s = compare(
-        http.step_s, null.step_s, num_pairs, progress="streams, HTTP / engine"
-    )
+    ratio, http_s, null_s = compare(http.step_s, null.step_s, num_pairs, progress="streams, HTTP / engine")
     return {
         "streams": len(http.models),
         "http_step_ms": round(statistics.median(http_s) * 1e3, 2),

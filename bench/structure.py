@@ -100,28 +100,40 @@ _RECORDS: tuple[dict[str, Any], ...] = (
     {"first_name": _TEXT, "last_name": _TEXT, "age": _COUNT, "email": _TEXT},
     {"label": {"enum": ["positive", "negative", "neutral"]}, "confidence": _COUNT},
     {
-        "order_number": _COUNT, "status": {"enum": ["open", "shipped", "returned"]},
+        "order_number": _COUNT,
+        "status": {"enum": ["open", "shipped", "returned"]},
         "items": {
-            "type": "array", "minItems": 2, "maxItems": 2,
+            "type": "array",
+            "minItems": 2,
+            "maxItems": 2,
             "items": {
-                "type": "object", "properties": {"product": _TEXT, "quantity": _COUNT},
-                "required": ["product", "quantity"], "additionalProperties": False,
+                "type": "object",
+                "properties": {"product": _TEXT, "quantity": _COUNT},
+                "required": ["product", "quantity"],
+                "additionalProperties": False,
             },
         },
     },
     {"title": _TEXT, "location": _TEXT, "is_online": {"type": "boolean"}, "participants": _COUNT},
-)  # fmt: skip
+)
 
 
 def records() -> list[StructuredOutput]:
     """Return schemas of records as extraction and classification have them; each answer ends."""
     return [
-        StructuredOutput("json_schema", json.dumps({
-            "type": "object", "properties": properties, "required": list(properties),
-            "additionalProperties": False,
-        }))
+        StructuredOutput(
+            "json_schema",
+            json.dumps(
+                {
+                    "type": "object",
+                    "properties": properties,
+                    "required": list(properties),
+                    "additionalProperties": False,
+                }
+            ),
+        )
         for properties in _RECORDS
-    ]  # fmt: skip
+    ]
 
 
 @one_torch_thread()
@@ -145,9 +157,7 @@ def measure_mask(num_steps: int) -> dict[str, Any]:
         sampler.take(list(zip(states, rows, strict=True)))
         return 1e6 * (time.thread_time() - began_s) / num_rows
 
-    def states_of(
-        structured: StructuredOutput | None, *, is_forced: bool = False
-    ) -> list[RequestState]:
+    def states_of(structured: StructuredOutput | None, *, is_forced: bool = False) -> list[RequestState]:
         sampling = SamplingParams(
             temperature=0,
             max_tokens=20 * num_steps,
@@ -208,8 +218,7 @@ def measure_rows(engine: Engine, num_pairs: int) -> dict[str, Any]:
         batch()
     kinds = {"mixed_over_free": drawn, "forced_over_free": forced, "control": free}
     return {
-        name: compare(free, other, num_pairs, progress=name)[0].to_json()
-        for name, other in kinds.items()
+        name: compare(free, other, num_pairs, progress=name)[0].to_json() for name, other in kinds.items()
     }
 
 
@@ -241,9 +250,7 @@ def measure_forced(engine: Engine, num_pairs: int) -> dict[str, Any]:
         return (time.perf_counter() - began_s) / num_tokens
 
     for num_clients in (1, 8):
-        forced, drawn = (
-            functools.partial(token_s, num_clients, is_forced=one) for one in (True, False)
-        )
+        forced, drawn = (functools.partial(token_s, num_clients, is_forced=one) for one in (True, False))
         forced(), drawn()
         name = f"{num_clients} clients"
         ratio, _, _ = compare(drawn, forced, num_pairs, progress=name)
@@ -263,9 +270,7 @@ def measure_first(engine: Engine, num_pairs: int) -> dict[str, Any]:
         return seconds(lambda: engine.generate([prompt], sampling))
 
     first_s(is_bound=True)
-    _, bound, free = compare(
-        lambda: first_s(is_bound=True), lambda: first_s(is_bound=False), num_pairs
-    )
+    _, bound, free = compare(lambda: first_s(is_bound=True), lambda: first_s(is_bound=False), num_pairs)
     added = sorted(1e3 * (a - b) for a, b in zip(bound, free, strict=True))
     return {"added_ms": round(statistics.median(added), 2), "added_ms, most": round(added[-1], 2)}
 
@@ -306,9 +311,7 @@ def measure_peer(model: Path, command: str, num_pairs: int) -> dict[str, Any]:
     options = ("--device", "cpu", "--dtype", "bfloat16", "--memory-gib", "1")
     figures: dict[str, Any] = {}
     with (
-        running_server(
-            shlex.split(command.replace("{port}", str(port))), port, ready_path="/health"
-        ),
+        running_server(shlex.split(command.replace("{port}", str(port))), port, ready_path="/health"),
         corun_server(model, lora_dir, *options, preloaded=()) as (host, own_port, _),
     ):
 
@@ -347,9 +350,7 @@ def judge(figures: dict[str, Any]) -> dict[str, bool | None]:
         is_kept = row["forced_over_drawn"]["median"] >= MIN_FORCED_RATIO
         bounds[f"forced tokens, {name} >= {MIN_FORCED_RATIO}"] = is_kept
     if "first" in figures:
-        bounds[f"first token <= {MAX_FIRST_MS:g} ms more"] = (
-            figures["first"]["added_ms"] <= MAX_FIRST_MS
-        )
+        bounds[f"first token <= {MAX_FIRST_MS:g} ms more"] = figures["first"]["added_ms"] <= MAX_FIRST_MS
     for name, row in figures.get("peer", {}).items():
         if name.endswith("schemas"):
             bounds[f"{name} >= the peer's tokens/s"] = row["own_over_peer"]["median"] >= 1
@@ -372,9 +373,7 @@ def main() -> None:
         figures["mask"] = measure_mask(60)
         print(figures["mask"], flush=True)
     model = _FOLDER / arguments.size
-    if not model.exists() and (
-        arguments.peer or {"rows", "forced", "first"} & set(arguments.parts)
-    ):
+    if not model.exists() and (arguments.peer or {"rows", "forced", "first"} & set(arguments.parts)):
         save_bench_model(model, arguments.size)
     if {"rows", "forced", "first"} & set(arguments.parts):
         with Engine(model=str(model), device="cpu", dtype="bfloat16") as engine:

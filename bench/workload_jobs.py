@@ -42,9 +42,7 @@ async def send_all(
             failures[id(job)] = f"{job.model}: {error}"
 
     samples = await timed_loop(try_to_send, jobs, arrivals_s)
-    answered = [
-        sample for job, sample in zip(jobs, samples, strict=True) if id(job) not in failures
-    ]
+    answered = [sample for job, sample in zip(jobs, samples, strict=True) if id(job) not in failures]
     return answered, list(failures.values())
 
 

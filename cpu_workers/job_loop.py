@@ -116,10 +116,9 @@ def _warm_up(backend: DeltaBackend) -> None:
     x, y = np.zeros((2, 1, _WARM_UP_FEATURES), np.uint16)
     backend.compute(
         DeltaJob(
-            region, memory.ctypes.data + start, x.ctypes.data, x.strides[0],
-            y.ctypes.data, y.strides[0], 1,
+            region, memory.ctypes.data + start, x.ctypes.data, x.strides[0], y.ctypes.data, y.strides[0], 1
         )
-    )  # fmt: skip
+    )
 
 
 def _spin(duration_ns: float) -> None:

@@ -65,9 +65,7 @@ class WorkerPool:
         """Jobs submitted from now on take this many times as long as necessary."""
         num_workers = len(config.worker_cpus)
         with contextlib.ExitStack() as undo:
-            self.rings = undo.enter_context(
-                Rings.create(_ring_shape(config), backing=config.backing)
-            )
+            self.rings = undo.enter_context(Rings.create(_ring_shape(config), backing=config.backing))
             self.control = undo.enter_context(
                 Control.create(
                     num_workers=num_workers,
@@ -76,9 +74,7 @@ class WorkerPool:
                     backing=config.backing,
                 )
             )
-            self._ends = [
-                ProducerEnd(self.control.mailbox(worker)) for worker in range(num_workers)
-            ]
+            self._ends = [ProducerEnd(self.control.mailbox(worker)) for worker in range(num_workers)]
             self._slots = [self._slots_of(worker) for worker in range(num_workers)]
             descriptors = Descriptors(self.control.fd, self.rings.fd, arena.fd)
             table = config.delta_table
@@ -90,11 +86,8 @@ class WorkerPool:
             )
             self._monitor = SupervisorMonitor(
                 self.control,
-                Setup(
-                    descriptors, settings, config.worker_cpus, config.supervisor_cpus,
-                    (1,) * num_workers,
-                ),
-            )  # fmt: skip
+                Setup(descriptors, settings, config.worker_cpus, config.supervisor_cpus, (1,) * num_workers),
+            )
             undo.pop_all()
 
     @property
@@ -112,9 +105,7 @@ class WorkerPool:
         if not self._monitor.is_watching:
             return ()
         return tuple(
-            worker
-            for worker, end in enumerate(self._ends)
-            if end.state().status == WorkerStatus.RUNNING
+            worker for worker, end in enumerate(self._ends) if end.state().status == WorkerStatus.RUNNING
         )
 
     @property
@@ -166,11 +157,18 @@ class WorkerPool:
             x_offset, y_offset = slots[sequence % len(slots)]
             jobs.append(
                 Job(
-                    sequence, generation, task.arena_offset, x_offset, y_offset, task.num_tokens,
-                    task.in_columns * ITEM_BYTES, task.out_columns * ITEM_BYTES, task.predicted_us,
+                    sequence,
+                    generation,
+                    task.arena_offset,
+                    x_offset,
+                    y_offset,
+                    task.num_tokens,
+                    task.in_columns * ITEM_BYTES,
+                    task.out_columns * ITEM_BYTES,
+                    task.predicted_us,
                     slowdown_permille,
                 )
-            )  # fmt: skip
+            )
             sequence = wrap(sequence + 1)
         end.publish_all(jobs)
         return jobs
@@ -194,10 +192,7 @@ class WorkerPool:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._monitor.close()
         self._ends.clear()
@@ -208,8 +203,7 @@ class WorkerPool:
         """Places of x and y in the rings, by job number modulo the number of slots."""
         shape = self.rings.shape
         return [
-            (shape.x_offset(worker, slot), shape.y_offset(worker, slot))
-            for slot in range(shape.num_slots)
+            (shape.x_offset(worker, slot), shape.y_offset(worker, slot)) for slot in range(shape.num_slots)
         ]
 
     def _check(self, task: SliceJob) -> None:

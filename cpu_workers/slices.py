@@ -41,11 +41,7 @@ class SliceJob(NamedTuple):
 
 
 def split_tokens(
-    request_tokens: Sequence[int],
-    *,
-    num_cores: int,
-    tokens_per_core: int,
-    block_tokens: int = BLOCK_TOKENS,
+    request_tokens: Sequence[int], *, num_cores: int, tokens_per_core: int, block_tokens: int = BLOCK_TOKENS
 ) -> tuple[Slice, ...]:
     """Divide the tokens of all requests among cores: every token once, core by core.
 
@@ -98,9 +94,7 @@ def max_tokens(
     return max(0, num_blocks * block_tokens - (max_requests - 1) * (block_tokens - 1))
 
 
-def _cut(
-    first_block: int, last_block: int, num_blocks: int, num_shares: int
-) -> list[tuple[int, int, int]]:
+def _cut(first_block: int, last_block: int, num_blocks: int, num_shares: int) -> list[tuple[int, int, int]]:
     """Parts of [first_block, last_block) that belong to one share each: start, end, share.
 
     Share k is [k * num_blocks // num_shares, (k + 1) * num_blocks // num_shares).
@@ -113,8 +107,4 @@ def _cut(
     inner = [share * num_blocks // num_shares for share in range(first_share + 1, last_share + 1)]
     bounds = itertools.pairwise([first_block, *inner, last_block])
     # Rounded up to a multiple of the cores, there may be more shares than blocks: some are empty.
-    return [
-        (start, end, first_share + index)
-        for index, (start, end) in enumerate(bounds)
-        if start < end
-    ]
+    return [(start, end, first_share + index) for index, (start, end) in enumerate(bounds) if start < end]

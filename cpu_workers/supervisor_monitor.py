@@ -65,9 +65,7 @@ class SupervisorProcess:
         with theirs, signals_held():
             try:
                 self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), *descriptors.all()),
+                    command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *descriptors.all())
                 )
             except OSError:
                 ours.close()
@@ -110,9 +108,7 @@ class SupervisorMonitor:
         self.is_off = False  # no further supervisor will be started
         self.last_trouble = ""
         self._setup = setup
-        self._mailboxes = [
-            SupervisorEnd(control.mailbox(worker)) for worker in range(len(setup.worker_cpus))
-        ]
+        self._mailboxes = [SupervisorEnd(control.mailbox(worker)) for worker in range(len(setup.worker_cpus))]
         self._counts = WorkerCounts()
         self._num_spawned = [0] * len(self._mailboxes)
         self._ready: set[int] = set()  # workers
@@ -224,9 +220,7 @@ class SupervisorMonitor:
         self._num_ticks += 1
         if self._num_ticks == 1:
             generations = tuple(wrap(end.state().generation + 1) for end in self._mailboxes)
-            supervisor.link.send(
-                msgspec.structs.replace(self._setup, first_generations=generations)
-            )
+            supervisor.link.send(msgspec.structs.replace(self._setup, first_generations=generations))
             self.is_watching = True
 
     def _on_measured(self, delta_table: str) -> None:
@@ -245,9 +239,8 @@ class SupervisorMonitor:
         worker = message.worker
         self._ready.add(worker)
         _LOG.info(
-            "CPU worker %d on CPU %d is ready: %s",
-            worker, self._setup.worker_cpus[worker], message.note,
-        )  # fmt: skip
+            "CPU worker %d on CPU %d is ready: %s", worker, self._setup.worker_cpus[worker], message.note
+        )
         if message.pinning is not None:
             _LOG.warning("CPU worker %d is not pinned as configured: %s", worker, message.pinning)
 
@@ -259,8 +252,11 @@ class SupervisorMonitor:
         self.last_trouble = f"CPU worker {message.worker} {message.reason}"
         _LOG.warning(
             "%s; %d of its jobs failed and will be recomputed; %d of %d workers are ready",
-            self.last_trouble, message.num_failed_jobs, len(self._ready), len(self._mailboxes),
-        )  # fmt: skip
+            self.last_trouble,
+            message.num_failed_jobs,
+            len(self._ready),
+            len(self._mailboxes),
+        )
         if was_ready and not self._ready:
             _LOG.error("no CPU worker is left; co-execution is off until one has restarted")
 
@@ -297,8 +293,9 @@ class SupervisorMonitor:
         self._count(num_supervisor_restarts=1)
         _LOG.error(
             "%s; co-execution is off until another one has started, in %.1f s",
-            self.last_trouble, delay_ns / 1e9,
-        )  # fmt: skip
+            self.last_trouble,
+            delay_ns / 1e9,
+        )
         self._fail_outstanding_for(delay_ns / 1e9)
 
     def _turn_off(self, reason: str) -> None:

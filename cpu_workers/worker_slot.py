@@ -14,15 +14,7 @@ from ..shm.job import WorkerState, WorkerStatus
 from ..shm.mailbox import SupervisorEnd
 from ..shm.words import wrap
 from .ipc import IpcError
-from .messages import (
-    FromSupervisor,
-    Prepared,
-    Refused,
-    WorkerGone,
-    WorkerReady,
-    WorkerSetup,
-    WorkerSpawned,
-)
+from .messages import FromSupervisor, Prepared, Refused, WorkerGone, WorkerReady, WorkerSetup, WorkerSpawned
 from .process_life import process_stat
 from .watch import ProgressWatch, Restarts, job_deadline_ns
 from .worker_process import WorkerProcess
@@ -44,11 +36,7 @@ class WorkerSlot:
     """One worker: its mailbox, its process, and the monitoring of it."""
 
     def __init__(
-        self,
-        setup: WorkerSetup,
-        mailbox: SupervisorEnd,
-        send: SendMessage,
-        max_step_ns: int,
+        self, setup: WorkerSetup, mailbox: SupervisorEnd, send: SendMessage, max_step_ns: int
     ) -> None:
         """``setup`` is for the first process; ``max_step_ns``: see ``ProgressWatch``."""
         self._setup = setup

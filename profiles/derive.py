@@ -9,9 +9,7 @@ _GOOD_RATE = 0.9  # of a core's best tokens per second
 _LATENCY_SHARE = 0.1  # of a layer group's time on the link
 
 
-def tokens_per_worker(
-    groups: Sequence[GroupModel], rank_sums: Sequence[int], max_tokens: int
-) -> int:
+def tokens_per_worker(groups: Sequence[GroupModel], rank_sums: Sequence[int], max_tokens: int) -> int:
     """The per-core token budget c for adapters with these ranks per input group.
 
     The most tokens for which one core computes the deltas while the device computes the base

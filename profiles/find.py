@@ -29,10 +29,7 @@ class Fitness:
 def judge(profile: Profile, subject: Subject, now: datetime) -> Fitness:
     """Compare the conditions of ``profile`` with the current ones."""
     then = profile.subject
-    foreign = (
-        *differences(then.machine, subject.machine),
-        *differences(then.settings, subject.settings),
-    )
+    foreign = (*differences(then.machine, subject.machine), *differences(then.settings, subject.settings))
     stale = [
         f"{name}: {a} then, {b} now"
         for name, a, b in (
@@ -62,11 +59,7 @@ def default_path(subject: Subject, directory: Path) -> Path:
 
 
 def find_or_measure(
-    subject: Subject,
-    given: Path | None,
-    directory: Path,
-    measure: Callable[[], Profile],
-    now: datetime,
+    subject: Subject, given: Path | None, directory: Path, measure: Callable[[], Profile], now: datetime
 ) -> Profile:
     """The profile in ``given`` or at the default path; without one, measure it and save it there.
 
@@ -84,9 +77,7 @@ def find_or_measure(
     return _measured(default_path(subject, directory), measure) if profile is None else profile
 
 
-def find_saved(
-    subject: Subject, given: Path | None, directory: Path, now: datetime
-) -> Profile | None:
+def find_saved(subject: Subject, given: Path | None, directory: Path, now: datetime) -> Profile | None:
     """The profile in ``given`` or at the default path, if there is one that can be read.
 
     See ``find_or_measure``.
@@ -106,12 +97,12 @@ def find_saved(
     if fitness.foreign:
         _LOG.warning(
             "the profile %s is another machine's or was made with other options, so predictions "
-            "will be off: %s", path, "; ".join(fitness.foreign),
-        )  # fmt: skip
-    if fitness.stale:
-        _LOG.warning(
-            "the profile %s is stale; run corun profile again: %s", path, "; ".join(fitness.stale)
+            "will be off: %s",
+            path,
+            "; ".join(fitness.foreign),
         )
+    if fitness.stale:
+        _LOG.warning("the profile %s is stale; run corun profile again: %s", path, "; ".join(fitness.stale))
     _LOG.info("using the profile %s, measured at %s", path, profile.created_at)
     _warn(profile)
     return profile
@@ -119,8 +110,7 @@ def find_saved(
 
 def _measured(path: Path, measure: Callable[[], Profile]) -> Profile:
     _LOG.info(
-        "measuring a profile, because there is none at %s (corun profile --budget-s 300 makes a "
-        "better one)",
+        "measuring a profile, because there is none at %s (corun profile --budget-s 300 makes a better one)",
         path,
     )
     profile = measure()

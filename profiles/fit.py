@@ -29,9 +29,7 @@ class Plane:
 
     def at(self, terms: Sequence[float]) -> float:
         """The value at ``terms``."""
-        return self.intercept + sum(
-            slope * term for slope, term in zip(self.slopes, terms, strict=True)
-        )
+        return self.intercept + sum(slope * term for slope, term in zip(self.slopes, terms, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +65,7 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
     return Line(sum(w * a * b for w, a, b in zip(weights, x, y, strict=True)) / squares, 0.0)
 
 
-def fit_plane(
-    points: Sequence[Sequence[float]], y: Sequence[float], *, num_known: int = 0
-) -> Plane:
+def fit_plane(points: Sequence[Sequence[float]], y: Sequence[float], *, num_known: int = 0) -> Plane:
     """``fit_line`` for several terms: ``points`` [points][terms].
 
     The first ``num_known`` terms are known parts of y, in seconds: their factors are 1. Of all
@@ -120,9 +116,8 @@ def relative_error(predicted: Sequence[float], y: Sequence[float]) -> float:
 
 
 def fit_with_held_out(
-    points: Sequence[Sequence[float]], y: Sequence[float], *, num_known: int = 0,
-    max_parts: int = 10,
-) -> Fit:  # fmt: skip
+    points: Sequence[Sequence[float]], y: Sequence[float], *, num_known: int = 0, max_parts: int = 10
+) -> Fit:
     """Fit all points, and validate by cross-validation over ``max_parts`` parts.
 
     In the order of their terms, every ``max_parts``-th point (each point, if there are fewer) is
@@ -134,10 +129,7 @@ def fit_with_held_out(
     num_parts = min(max_parts, len(points))
     predicted = [0.0] * len(points)
     for part in range(num_parts):
-        held, seen = (
-            order[part::num_parts],
-            [i for p, i in enumerate(order) if p % num_parts != part],
-        )
+        held, seen = (order[part::num_parts], [i for p, i in enumerate(order) if p % num_parts != part])
         plane = fit_plane([points[i] for i in seen], [y[i] for i in seen], num_known=num_known)
         for index in held:
             predicted[index] = plane.at(points[index])

@@ -58,9 +58,7 @@ def _draw_group(axes: Any, profile: Profile, index: int) -> None:
 
     group = profile.model.groups[index]
     shades = colormaps["viridis"]
-    for place, (rank_sum, curve) in enumerate(
-        zip(group.delta_s.keys, group.delta_s.curves, strict=True)
-    ):
+    for place, (rank_sum, curve) in enumerate(zip(group.delta_s.keys, group.delta_s.curves, strict=True)):
         color = shades(0.9 * place / max(1, len(group.delta_s.keys) - 1))
         label = f"delta, rank {profile.budgets[place].rank}"
         assert rank_sum % profile.budgets[place].rank == 0, (rank_sum, profile.budgets[place])
@@ -70,9 +68,13 @@ def _draw_group(axes: Any, profile: Profile, index: int) -> None:
     axes.axvline(budget, color=_GREY, linestyle="--", linewidth=1)
     axes.annotate(
         f"c = {budget} (rank {profile.reference_rank})",
-        (budget, 0.02), xycoords=("data", "axes fraction"),
-        xytext=(-4, 0), textcoords="offset points", color=_GREY, ha="right",
-    )  # fmt: skip
+        (budget, 0.02),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        color=_GREY,
+        ha="right",
+    )
     _finish(axes, f"Input group of {group.name}, one layer", "tokens", "microseconds")
     axes.legend(fontsize=7)
 
@@ -132,9 +134,12 @@ def _draw_link(axes: Any, profile: Profile) -> None:
     for concurrency in sorted({point.concurrency for point in profile.link_points}):
         points = [p for p in profile.link_points if p.concurrency == concurrency]
         axes.plot(
-            [p.chunk_bytes / 2**10 for p in points], [p.bytes_per_s / 2**30 for p in points],
-            marker="o", markersize=3, label=f"{concurrency} at a time",
-        )  # fmt: skip
+            [p.chunk_bytes / 2**10 for p in points],
+            [p.bytes_per_s / 2**30 for p in points],
+            marker="o",
+            markersize=3,
+            label=f"{concurrency} at a time",
+        )
     axes.axvline(profile.min_group_bytes / 2**10, color=_GREY, linestyle="--", linewidth=1)
     axes.set_title("Copies to the device; dashed: least layer group", fontsize=10)
     axes.set(xlabel="KiB of a copy", ylabel="GiB/s together", xscale="log")

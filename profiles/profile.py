@@ -167,8 +167,7 @@ def check_fits(profile: Profile) -> None:
     useless = [
         f"that of {name} explains {record.fit.r_squared:.2f}{_error_of(record.fit)}"
         for name, record in profile.fits
-        if not record.fit.r_squared >= MIN_USABLE_R_SQUARED
-        and not is_within(record.fit, MAX_USABLE_ERROR)
+        if not record.fit.r_squared >= MIN_USABLE_R_SQUARED and not is_within(record.fit, MAX_USABLE_ERROR)
     ]
     if useless:
         busy = "; ".join(profile.quality.busy_reasons)
@@ -215,8 +214,7 @@ def load_profile(path: Path) -> Profile:
         version = msgspec.json.decode(data, type=_Version).format_version
         if version != FORMAT_VERSION:
             raise ProfileError(
-                f"{path} has format {version}, this corun reads {FORMAT_VERSION}; "
-                "run corun profile again"
+                f"{path} has format {version}, this corun reads {FORMAT_VERSION}; run corun profile again"
             )
         profile = msgspec.json.decode(data, type=Profile)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
@@ -238,9 +236,7 @@ def differences(then: object, now: object) -> tuple[str, ...]:
     names = [item.name for item in fields(then)]  # type: ignore[arg-type]
     pairs = [(name, getattr(then, name), getattr(now, name)) for name in names]
     return tuple(
-        f"{name.replace('_', ' ')}: {_text(a)} then, {_text(b)} now"
-        for name, a, b in pairs
-        if a != b
+        f"{name.replace('_', ' ')}: {_text(a)} then, {_text(b)} now" for name, a, b in pairs if a != b
     )
 
 

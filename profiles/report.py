@@ -49,9 +49,7 @@ def warning_lines(profile: Profile) -> Iterator[str]:
     """Reasons for inaccurate figures; empty on a quiet machine with linear kernels."""
     quality = profile.quality
     if quality.is_machine_busy:
-        yield (
-            f"the machine was busy, so figures are inaccurate: {'; '.join(quality.busy_reasons)}"
-        )
+        yield (f"the machine was busy, so figures are inaccurate: {'; '.join(quality.busy_reasons)}")
     for name, record in profile.fits:
         if record.fit.r_squared < MIN_R_SQUARED and not is_within(record.fit, _MAX_ERROR):
             yield (

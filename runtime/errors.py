@@ -154,9 +154,7 @@ class OverloadedError(RequestError):
     status = 429
     code = "overloaded"
 
-    def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
 

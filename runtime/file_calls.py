@@ -89,9 +89,7 @@ class FileCalls:
         """Set the cores of threads that start from now on; () = those of their callers."""
         self._cpus = cpus
 
-    def call(
-        self, function: Callable[[Place], Result], path: str, timeout_s: float | None = None
-    ) -> Result:
+    def call(self, function: Callable[[Place], Result], path: str, timeout_s: float | None = None) -> Result:
         """Return what ``function`` returns, or raise what it raises.
 
         ``path``: what it reads; ``function`` may move the place that it gets. A call inside another
@@ -175,9 +173,10 @@ class FileCalls:
             self._silent = [*self._silent, path]
             job.place.left_after_s = timeout_s
         _LOG.warning(
-            "%s: the file system does not answer within %g s; files there cannot be read until it "
-            "answers", path, timeout_s,
-        )  # fmt: skip
+            "%s: the file system does not answer within %g s; files there cannot be read until it answers",
+            path,
+            timeout_s,
+        )
         return True
 
     def _run(self, jobs: "queue.SimpleQueue[_Job]") -> None:

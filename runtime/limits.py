@@ -100,8 +100,7 @@ def _long_prompt_error(max_model_len: int) -> RequestError:
 
 def _long_text_error(max_tokens: int, param: str) -> RequestError:
     return RequestError(
-        f"the text has more than {max_tokens} tokens, the limit of --max-tokenize-tokens",
-        param=param,
+        f"the text has more than {max_tokens} tokens, the limit of --max-tokenize-tokens", param=param
     )
 
 
@@ -162,8 +161,7 @@ def check_num_bad_words(num_words: int) -> None:
     """Raise ``RequestError`` for too many bad words."""
     if num_words > MAX_BAD_WORDS:
         raise RequestError(
-            f"{num_words} bad words were given, at most {MAX_BAD_WORDS} are served",
-            param="bad_words",
+            f"{num_words} bad words were given, at most {MAX_BAD_WORDS} are served", param="bad_words"
         )
 
 
@@ -178,13 +176,11 @@ def check_structure_bytes(text: str, param: str) -> None:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"{param} is not valid Unicode: {error.reason} at character {error.start}",
-                param=param,
+                f"{param} is not valid Unicode: {error.reason} at character {error.start}", param=param
             ) from None
     if num_bytes > MAX_STRUCTURE_BYTES:
         raise RequestError(
-            f"{param} has {num_bytes} bytes or more, at most {MAX_STRUCTURE_BYTES} are served",
-            param=param,
+            f"{param} has {num_bytes} bytes or more, at most {MAX_STRUCTURE_BYTES} are served", param=param
         )
 
 
@@ -208,9 +204,7 @@ def _num_bytes(texts: Sequence[object]) -> int:
 def check_num_ids(name: str, num_ids: int, vocab_size: int) -> None:
     """Raise ``RequestError`` if a list of token ids is longer than the vocabulary."""
     if num_ids > vocab_size:
-        raise RequestError(
-            f"{name} has {num_ids} entries, the vocabulary has {vocab_size}", param=name
-        )
+        raise RequestError(f"{name} has {num_ids} entries, the vocabulary has {vocab_size}", param=name)
 
 
 def check_num_detokenized(num_tokens: int, max_tokenize_tokens: int) -> None:
@@ -227,8 +221,7 @@ def check_num_biases(num_biases: int, max_logit_bias: int) -> None:
     """Raise ``RequestError`` for too many entries of ``logit_bias``."""
     if num_biases > max_logit_bias:
         raise RequestError(
-            f"logit_bias has {num_biases} entries, at most {max_logit_bias} are served "
-            "(--max-logit-bias)",
+            f"logit_bias has {num_biases} entries, at most {max_logit_bias} are served (--max-logit-bias)",
             param="logit_bias",
         )
 
@@ -285,8 +278,7 @@ def check_queue(num_waiting: int, max_num_waiting: int | None) -> None:
     """Raise ``OverloadedError`` if no further request may wait. ``max_num_waiting``: None = any."""
     if max_num_waiting is not None and num_waiting >= max_num_waiting:
         raise OverloadedError(
-            f"{num_waiting} requests are waiting, the limit is {max_num_waiting} "
-            "(--max-num-waiting)"
+            f"{num_waiting} requests are waiting, the limit is {max_num_waiting} (--max-num-waiting)"
         )
 
 

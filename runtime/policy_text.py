@@ -24,16 +24,12 @@ def parse_policy(text: str, known: Collection[str], flag: str) -> tuple[str, Map
         except ValueError:
             number = math.nan
         if not key or key in options or not math.isfinite(number):
-            raise ConfigError(
-                f"{flag} is {text!r}: expected {name}:KEY=NUMBER,KEY=NUMBER with each key once"
-            )
+            raise ConfigError(f"{flag} is {text!r}: expected {name}:KEY=NUMBER,KEY=NUMBER with each key once")
         options[key] = number
     return name, options
 
 
-def check_options(
-    name: str, options: Mapping[str, float], known: Collection[str], flag: str
-) -> None:
+def check_options(name: str, options: Mapping[str, float], known: Collection[str], flag: str) -> None:
     """Raise ``ConfigError`` for an option that the policy does not have."""
     for key in options:
         if key not in known:

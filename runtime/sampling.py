@@ -9,14 +9,7 @@ from .limits import check_num_bad_words, check_structure_bytes
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-STRUCTURE_KINDS = (
-    "json_schema",
-    "json_object",
-    "regex",
-    "choice",
-    "grammar",
-    "structural_tag",
-)
+STRUCTURE_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +66,7 @@ class StructuredOutput:
     def __post_init__(self) -> None:
         if self.kind not in STRUCTURE_KINDS:
             raise RequestError(
-                f"the kind of {self.field} is {self.kind!r}, must be one of "
-                f"{', '.join(STRUCTURE_KINDS)}",
+                f"the kind of {self.field} is {self.kind!r}, must be one of {', '.join(STRUCTURE_KINDS)}",
                 param=self.field,
             )
         check_structure_bytes(self.text, self.field)
@@ -138,8 +130,7 @@ class SamplingParams:
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
-                param="min_tokens",
+                f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})", param="min_tokens"
             )
         _check_token_ids("stop_token_ids", self.stop_token_ids)
         if any(not text for text in self.stop):

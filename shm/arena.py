@@ -33,11 +33,7 @@ assert PAGE_BYTES % ALIGNMENT_BYTES == 0
 _LOG = logging.getLogger(__name__)
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_GIVEN = (
-    "always",
-    "within_size",
-    "advise",
-)  # settings that give huge pages
+_GIVEN = ("always", "within_size", "advise")  # settings that give huge pages
 
 
 # With pages of 4 KiB a product over matrices spends part of its time on address translation, so
@@ -68,9 +64,10 @@ class ArenaPages:
         setting = huge_page_setting() if setting is None else setting
         self._wants_huge = setting in _GIVEN
         _LOG.debug(
-            "huge pages in shared memory: %s; %s", setting,
+            "huge pages in shared memory: %s; %s",
+            setting,
             "requested" if self._wants_huge else "not requested",
-        )  # fmt: skip
+        )
         if not is_elastic:
             self._take(0, segment.num_bytes)
         elif self._wants_huge:

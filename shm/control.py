@@ -60,12 +60,7 @@ class Control:
 
     @classmethod
     def create(
-        cls,
-        *,
-        num_workers: int,
-        num_slots: int = 256,
-        first_sequence: int = 1,
-        backing: Backing = "auto",
+        cls, *, num_workers: int, num_slots: int = 256, first_sequence: int = 1, backing: Backing = "auto"
     ) -> Self:
         """Make empty mailboxes of ``num_slots`` jobs each; all workers are absent.
 
@@ -119,10 +114,7 @@ class Control:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 

@@ -10,8 +10,7 @@ class SpaceError(ShmError):
 
     def __init__(self, what: str, needed_bytes: int, available_bytes: int, hint: str) -> None:
         super().__init__(
-            f"{what} needs {needed_bytes} bytes of shared memory, {available_bytes} are "
-            f"available; {hint}"
+            f"{what} needs {needed_bytes} bytes of shared memory, {available_bytes} are available; {hint}"
         )
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes

@@ -31,13 +31,9 @@ def _emit_futex(
     builder: ir.IRBuilder, address: ir.Value, operation: int, value: ir.Value, timeout: ir.Value
 ) -> ir.Value:
     function_type = ir.FunctionType(_I64, [_I64] * 7)
-    call = builder.module.globals.get("syscall") or ir.Function(
-        builder.module, function_type, "syscall"
-    )
+    call = builder.module.globals.get("syscall") or ir.Function(builder.module, function_type, "syscall")
     number = _NUMBERS.get(platform.machine(), _COMMON_NUMBER)
-    return builder.call(
-        call, [_I64(number), address, _I64(operation), value, timeout, _I64(0), _I64(0)]
-    )
+    return builder.call(call, [_I64(number), address, _I64(operation), value, timeout, _I64(0), _I64(0)])
 
 
 @intrinsic

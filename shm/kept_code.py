@@ -48,8 +48,10 @@ def _go_on_without_files() -> None:
                 _LOG.warning(
                     "compiled kernels are not kept for the next start: %s: %s; make room there, or "
                     "set %s to a directory that only this user can write to",
-                    self.cache_path, error.strerror, VARIABLE,
-                )  # fmt: skip
+                    self.cache_path,
+                    error.strerror,
+                    VARIABLE,
+                )
             _reasons.append(f"{self.cache_path}: {error.strerror}")
 
     FunctionCache.save_overload = save_overload

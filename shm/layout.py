@@ -41,21 +41,29 @@ CONTROL_FIELDS = (
 """Line at the start of the control segment; mailboxes follow, by worker."""
 
 MAILBOX_FIELDS = (
-    Field("published", 0, "int32", _HOST, "worker, supervisor",
-          "last job with a complete descriptor"),
-    Field("worker_sleeps", 64, "int32", _WORKER, "producer, supervisor",
-          "1 from before the worker sleeps on published until it is awake"),
+    Field("published", 0, "int32", _HOST, "worker, supervisor", "last job with a complete descriptor"),
+    Field(
+        "worker_sleeps",
+        64,
+        "int32",
+        _WORKER,
+        "producer, supervisor",
+        "1 from before the worker sleeps on published until it is awake",
+    ),
     Field("ready", 128, "int32", "accelerator", _WORKER, "last job with x available"),
-    Field("done", 192, "int32", _FOR_DEAD, "accelerator, producer, supervisor",
-          "last job with a result"),
-    Field("waiter_sleeps", 256, "int32", _HOST, "worker, supervisor",
-          "1 from before a thread of the producer sleeps on done until it is awake"),
-    Field("heartbeat_ns", 320, "int64", _WORKER, _SUPERVISOR,
-          "time of the worker's last heartbeat"),
+    Field("done", 192, "int32", _FOR_DEAD, "accelerator, producer, supervisor", "last job with a result"),
+    Field(
+        "waiter_sleeps",
+        256,
+        "int32",
+        _HOST,
+        "worker, supervisor",
+        "1 from before a thread of the producer sleeps on done until it is awake",
+    ),
+    Field("heartbeat_ns", 320, "int64", _WORKER, _SUPERVISOR, "time of the worker's last heartbeat"),
     Field("started", 328, "int32", _WORKER, _SUPERVISOR, "last job with a started computation"),
-    Field("state", 384, "int64", _SUPERVISOR, "producer, worker",
-          "generation of the worker * 2^32 + status"),
-)  # fmt: skip
+    Field("state", 384, "int64", _SUPERVISOR, "producer, worker", "generation of the worker * 2^32 + status"),
+)
 """Lines at the start of a mailbox; ``num_slots`` jobs follow, and then ``num_slots`` results."""
 
 JOB_FIELDS = (
@@ -68,9 +76,8 @@ JOB_FIELDS = (
     Field("x_stride_bytes", 36, "int32", _HOST, _WORKER, "from a row of x to the next"),
     Field("y_stride_bytes", 40, "int32", _HOST, _WORKER, "from a row of y to the next"),
     Field("predicted_us", 44, "int32", _HOST, _SUPERVISOR, "predicted duration"),
-    Field("slowdown_permille", 48, "int32", _HOST, "worker, supervisor",
-          "deliberate slowdown, 1000 = none"),
-)  # fmt: skip
+    Field("slowdown_permille", 48, "int32", _HOST, "worker, supervisor", "deliberate slowdown, 1000 = none"),
+)
 """One job: a slice of tokens of one (layer, input group) of one adapter."""
 
 RESULT_FIELDS = (

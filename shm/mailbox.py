@@ -15,14 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import loop
-from .atomics import (
-    fence,
-    load_acquire,
-    load_acquire_64,
-    monotonic_ns,
-    store_release,
-    store_release_64,
-)
+from .atomics import fence, load_acquire, load_acquire_64, monotonic_ns, store_release, store_release_64
 from .control import Mailbox
 from .errors import MailboxFullError, ShmError, WorkerUnavailableError
 from .futex import wake
@@ -86,9 +79,7 @@ class ProducerEnd:
         """The generation of a step's jobs. Raises ``WorkerUnavailableError`` if none is running."""
         state = self.state()
         if state.status != WorkerStatus.RUNNING:
-            raise WorkerUnavailableError(
-                f"worker {self.mailbox.worker} is {state.status.name.lower()}"
-            )
+            raise WorkerUnavailableError(f"worker {self.mailbox.worker} is {state.status.name.lower()}")
         return state.generation
 
     def publish(self, job: Job) -> None:
@@ -128,9 +119,12 @@ class ProducerEnd:
         ``is_peer_alive`` checks the supervisor, which is responsible for the worker.
         """
         wait_until(
-            self.done_address, sequence, timeout_s=timeout_s,
-            sleeps_address=self.waiter_sleeps_address, is_peer_alive=is_peer_alive,
-        )  # fmt: skip
+            self.done_address,
+            sequence,
+            timeout_s=timeout_s,
+            sleeps_address=self.waiter_sleeps_address,
+            is_peer_alive=is_peer_alive,
+        )
 
     def take_result(self) -> Result:
         """Take the oldest untaken result; its job's slot is free afterwards.
@@ -154,9 +148,7 @@ class ProducerEnd:
         first = self._taken + 1
         sequences = [wrap(first + number) for number in range(self.num_outstanding)]
         failed = tuple(
-            sequence
-            for sequence in sequences
-            if self._read_result(sequence).status is not JobStatus.DONE
+            sequence for sequence in sequences if self._read_result(sequence).status is not JobStatus.DONE
         )
         self._taken = self._published
         return failed
@@ -251,9 +243,8 @@ class WorkerEnd:
         self._next = wrap(sequence + 1)
         # A plain int: compiled functions take ten microseconds to recognise an enum.
         loop.complete(
-            self.mailbox.address, self.mailbox.num_slots, sequence, self.generation, int(status),
-            duration_us,
-        )  # fmt: skip
+            self.mailbox.address, self.mailbox.num_slots, sequence, self.generation, int(status), duration_us
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +304,11 @@ class SupervisorEnd:
         done = load_acquire(mailbox.word("done"))
         for step in range(1, num_jobs + 1):
             loop.complete(
-                mailbox.address, mailbox.num_slots, wrap(done + step), state.generation,
-                int(JobStatus.FAILED), 0,
-            )  # fmt: skip
+                mailbox.address,
+                mailbox.num_slots,
+                wrap(done + step),
+                state.generation,
+                int(JobStatus.FAILED),
+                0,
+            )
         return num_jobs

@@ -137,10 +137,17 @@ def plan_region(in_features: int, item_bytes: int, targets: Sequence[TargetSize]
             assert target.a_bytes == target.b_bytes == target.factor_bytes == 0, target
         places.append(
             TargetPlace(
-                target.rank, a_offset, b_offset, target.padded_columns, scaling, factor_offset,
-                0, target.num_rows, target.num_tokens,
+                target.rank,
+                a_offset,
+                b_offset,
+                target.padded_columns,
+                scaling,
+                factor_offset,
+                0,
+                target.num_rows,
+                target.num_tokens,
             )
-        )  # fmt: skip
+        )
     for index, target in enumerate(targets):
         if target.num_rows:
             places[index] = replace(places[index], rows_offset=_aligned(end))
@@ -161,15 +168,29 @@ def row_start(num_rows: int) -> int:
 def write_header(region: Region, buffer: memoryview) -> None:
     """Write the header of a region that starts at ``buffer``'s first byte."""
     _HEADER.pack_into(
-        buffer, 0, _MAGIC, VERSION, region.item_bytes, len(region.targets), region.in_features,
+        buffer,
+        0,
+        _MAGIC,
+        VERSION,
+        region.item_bytes,
+        len(region.targets),
+        region.in_features,
         region.num_bytes,
-    )  # fmt: skip
+    )
     for index, target in enumerate(region.targets):
         _TARGET.pack_into(
-            buffer, HEADER_BYTES + index * TARGET_BYTES, target.rank, target.a_offset,
-            target.b_offset, target.padded_columns, target.scaling, target.factor_offset,
-            target.rows_offset, target.num_rows, target.num_tokens,
-        )  # fmt: skip
+            buffer,
+            HEADER_BYTES + index * TARGET_BYTES,
+            target.rank,
+            target.a_offset,
+            target.b_offset,
+            target.padded_columns,
+            target.scaling,
+            target.factor_offset,
+            target.rows_offset,
+            target.num_rows,
+            target.num_tokens,
+        )
 
 
 def read_header(buffer: memoryview) -> Region:
@@ -207,17 +228,15 @@ def _parse(header: bytes) -> Region:
         target = TargetPlace(*line)
         inside = all(
             matrices_start <= offset < num_bytes
-            for offset in (
-                target.a_offset,
-                target.b_offset,
-                target.factor_offset or target.b_offset,
-            )
+            for offset in (target.a_offset, target.b_offset, target.factor_offset or target.b_offset)
         )
         has_rows = target.num_rows == 0 or matrices_start <= target.rows_offset < num_bytes
         if (
-            min(target.rank, target.num_rows, target.num_tokens) < 0 or target.padded_columns <= 0
-            or (target.rank > 0 and not inside) or not has_rows
-        ):  # fmt: skip
+            min(target.rank, target.num_rows, target.num_tokens) < 0
+            or target.padded_columns <= 0
+            or (target.rank > 0 and not inside)
+            or not has_rows
+        ):
             raise FormatError(f"target {index} of a region is not valid: {line}")
         targets.append(target)
     return Region(in_features, item_bytes, num_bytes, tuple(targets))

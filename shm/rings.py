@@ -34,9 +34,7 @@ class RingShape:
         if self.num_workers < 1:
             raise ShmError(f"{self.num_workers} workers have no rings")
         if self.num_slots < 2 or self.num_slots & (self.num_slots - 1):
-            raise ShmError(
-                f"a ring of {self.num_slots} slots: it must be a power of two, 2 or more"
-            )
+            raise ShmError(f"a ring of {self.num_slots} slots: it must be a power of two, 2 or more")
         sizes = self.x_slot_bytes, self.y_slot_bytes
         if any(size <= 0 or size % LINE_BYTES for size in sizes):
             raise ShmError(f"slots of {sizes} bytes: they must be whole lines of {LINE_BYTES}")
@@ -56,10 +54,11 @@ class RingShape:
         ``max_out_columns`` counts the padded columns of all targets of a group together.
         """
         return cls(
-            num_workers, num_slots,
+            num_workers,
+            num_slots,
             _whole_lines(max_slice_tokens * max_in_features * ITEM_BYTES),
             _whole_lines(max_slice_tokens * max_out_columns * ITEM_BYTES),
-        )  # fmt: skip
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -145,10 +144,7 @@ class Rings:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.segment.__exit__(kind, error, traceback)
 

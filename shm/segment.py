@@ -38,9 +38,7 @@ class Segment:
     Handles are not thread-safe to close; the memory itself has no locks at all.
     """
 
-    def __init__(
-        self, fd: int, kind: str, num_bytes: int, *, is_sparse: bool, backing: str
-    ) -> None:
+    def __init__(self, fd: int, kind: str, num_bytes: int, *, is_sparse: bool, backing: str) -> None:
         """For ``create`` and ``attach``; takes ownership of ``fd``, also if it raises."""
         self.fd = fd
         self.kind = kind
@@ -57,9 +55,7 @@ class Segment:
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @classmethod
-    def create(
-        cls, num_bytes: int, *, kind: str, backing: Backing = "auto", is_sparse: bool = False
-    ) -> Self:
+    def create(cls, num_bytes: int, *, kind: str, backing: Backing = "auto", is_sparse: bool = False) -> Self:
         """Make a segment of ``num_bytes``, all zero, readable by this user only.
 
         All its memory is allocated at once, on the NUMA node of the calling thread. A sparse one
@@ -74,21 +70,14 @@ class Segment:
         fd, chosen = open_backing(kind, _file_bytes(num_bytes), backing)
         try:
             _set_size(fd, _file_bytes(num_bytes), kind)
-            allocate(
-                fd,
-                0,
-                HEADER_BYTES if is_sparse else _file_bytes(num_bytes),
-                what=kind,
-                backing=chosen,
-            )
+            allocate(fd, 0, HEADER_BYTES if is_sparse else _file_bytes(num_bytes), what=kind, backing=chosen)
         except BaseException:
             os.close(fd)
             raise
         segment = cls(fd, kind, num_bytes, is_sparse=is_sparse, backing=chosen)
         _HEADER.pack_into(
-            segment._map, 0, _MAGIC, VERSION, HEADER_BYTES, num_bytes, is_sparse,
-            chosen.encode(), encoded,
-        )  # fmt: skip
+            segment._map, 0, _MAGIC, VERSION, HEADER_BYTES, num_bytes, is_sparse, chosen.encode(), encoded
+        )
         return segment
 
     @classmethod
@@ -147,9 +136,11 @@ class Segment:
         self._check_range(offset, num_bytes)
         libc = ctypes.CDLL(None, use_errno=True)
         done = libc.fallocate(
-            self.fd, _KEEP_SIZE | _PUNCH_HOLE,
-            ctypes.c_int64(HEADER_BYTES + offset), ctypes.c_int64(num_bytes),
-        )  # fmt: skip
+            self.fd,
+            _KEEP_SIZE | _PUNCH_HOLE,
+            ctypes.c_int64(HEADER_BYTES + offset),
+            ctypes.c_int64(num_bytes),
+        )
         if done != 0:
             reason = os.strerror(ctypes.get_errno())
             raise ShmError(f"cannot give back {num_bytes} bytes of {self.kind}: {reason}")
@@ -188,10 +179,7 @@ class Segment:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
             self.close()
@@ -242,7 +230,5 @@ def _check(fd: int, kind: str) -> tuple[int, bool, str]:
         raise FormatError(f"segment {kind} has pages of {header_bytes} bytes, not {HEADER_BYTES}")
     file_bytes = os.fstat(fd).st_size
     if file_bytes != _file_bytes(num_bytes):
-        raise FormatError(
-            f"segment {kind} should have {_file_bytes(num_bytes)} bytes and has {file_bytes}"
-        )
+        raise FormatError(f"segment {kind} should have {_file_bytes(num_bytes)} bytes and has {file_bytes}")
     return num_bytes, bool(is_sparse), backing.rstrip(b"\0").decode()

@@ -56,12 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run also clients of other projects, which are installed for it",
     )
-    parser.addoption(
-        "--ray", action="store_true", help="run also what needs Ray, which is installed for it"
-    )
-    parser.addoption(
-        "--faults", action="store_true", help="run also attacks on a server, and their times"
-    )
+    parser.addoption("--ray", action="store_true", help="run also what needs Ray, which is installed for it")
+    parser.addoption("--faults", action="store_true", help="run also attacks on a server, and their times")
     parser.addoption(
         "--soak",
         nargs="?",
@@ -76,9 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="with --soak: append the samples to this file as lines of JSON",
     )
-    parser.addoption(
-        "--record", action="store_true", help="with --clients: record anew what they send"
-    )
+    parser.addoption("--record", action="store_true", help="with --clients: record anew what they send")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,8 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests that share the processors take longer, though all of them are done sooner.
     factor = num_processes if isinstance(num_processes, int) and num_processes else 1
     budgets_s = {
-        folder: factor * seconds
-        for folder, seconds in settings["tool"]["corun"]["test-budget-s"].items()
+        folder: factor * seconds for folder, seconds in settings["tool"]["corun"]["test-budget-s"].items()
     }
     budgets_s["tests/faults"] += 100 * (config.getoption("--soak") or 0)  # with its second server
     budget = TimeBudget(budgets_s)

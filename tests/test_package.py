@@ -127,9 +127,6 @@ def test_a_consumer_is_checked_against_the_types_of_the_wheel(source: Path) -> N
     command = (sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir=/dev/null")
     python = environment / "bin" / "python"
     done = subprocess.run(
-        [*command, "--python-executable", python, script],
-        cwd=environment,
-        capture_output=True,
-        text=True,
+        [*command, "--python-executable", python, script], cwd=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr

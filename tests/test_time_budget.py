@@ -32,9 +32,7 @@ def test_times_add_up() -> None:
 
 
 @pytest.mark.parametrize("budget_s", [0, 60])
-def test_a_run_over_budget_says_so_and_passes(
-    tmp_path: Path, repository: Path, budget_s: float
-) -> None:
+def test_a_run_over_budget_says_so_and_passes(tmp_path: Path, repository: Path, budget_s: float) -> None:
     (tmp_path / "conftest.py").write_text(
         "from support.time_budget import TimeBudget\n"
         "def pytest_configure(config):\n"

@@ -207,8 +207,7 @@ def failures(load: Load, engine_id: str | None) -> Figures:
         "lost before first byte": sum(one.kind == REFUSED for one in load.outcomes),
         "silent ends": sum(one.kind == SILENT for one in load.outcomes),
         "others cut": sum(
-            one.kind == ERROR and (engine_id is None or one.engine != engine_id)
-            for one in load.outcomes
+            one.kind == ERROR and (engine_id is None or one.engine != engine_id) for one in load.outcomes
         ),
     }
 
@@ -231,10 +230,7 @@ async def _left(cluster: LiveCluster, names: Sequence[str], *, after_first: bool
         async with contextlib.aclosing(states):
             async for state in states:
                 if state.load is not None:
-                    running, waiting = (
-                        state.load.num_running_by_rank,
-                        state.load.num_waiting_by_rank,
-                    )
+                    running, waiting = (state.load.num_running_by_rank, state.load.num_waiting_by_rank)
                     loads[url] = sum(running.values()) + sum(waiting.values())
 
     async def is_busy() -> bool:

@@ -74,9 +74,7 @@ class LiveCluster:
 
     async def engines(self) -> dict[str, EngineStatus]:
         """What agents say of theirs."""
-        return {
-            one.engine_id: one for agent in (await self.status()).agents for one in agent.engines
-        }
+        return {one.engine_id: one for agent in (await self.status()).agents for one in agent.engines}
 
     async def change(self, action: str, **fields: Any) -> None:
         """Add, drain or remove an engine."""
@@ -141,10 +139,16 @@ async def until(condition: Callable[[], Any], timeout_s: float, every_s: float =
 
 @asynccontextmanager
 async def live_cluster(
-    state_dir: Path, num_engines: int, settings: LatencySettings | None, *,
-    router: str = "predicted", model: str | None = None, arguments: dict[str, Any] | None = None,
-    ray_address: str | None = None, host: str = "127.0.0.1",
-) -> AsyncIterator[LiveCluster]:  # fmt: skip
+    state_dir: Path,
+    num_engines: int,
+    settings: LatencySettings | None,
+    *,
+    router: str = "predicted",
+    model: str | None = None,
+    arguments: dict[str, Any] | None = None,
+    ray_address: str | None = None,
+    host: str = "127.0.0.1",
+) -> AsyncIterator[LiveCluster]:
     """A cluster of one agent; ``settings``: of its stand-ins, or None for real engines.
 
     ``arguments``: of ``EngineConfig``. With ``ray_address`` engines are on Ray's machines, which
@@ -169,21 +173,30 @@ async def live_cluster(
             controller_url=controller_url,
             cluster_key=KEY,
             controller=ControllerSettings(
-                cluster_key=KEY, log_level="warning", host=host, port=controller_port,
-                state_dir=str(state_dir), placement="everywhere", placement_interval_s=3600.0,
+                cluster_key=KEY,
+                log_level="warning",
+                host=host,
+                port=controller_port,
+                state_dir=str(state_dir),
+                placement="everywhere",
+                placement_interval_s=3600.0,
                 min_copies={},
             ),
             agent=own,
             ray=ray,
             gateways=(
                 GatewaySettings(
-                    cluster_key=KEY, log_level="warning", gateway_id="g0",
-                    controller_url=controller_url, router=router, num_gateways=1,
+                    cluster_key=KEY,
+                    log_level="warning",
+                    gateway_id="g0",
+                    controller_url=controller_url,
+                    router=router,
+                    num_gateways=1,
                     serve=replace(serve, port=gateway_port),
                 ),
             ),
             drain_timeout_s=10.0,
-        )  # fmt: skip
+        )
         process = subprocess.Popen(_PROGRAM, stdin=subprocess.PIPE, env=_environment(settings))
         stack.callback(_end, process)
         assert process.stdin is not None
@@ -198,9 +211,15 @@ async def live_cluster(
 
 
 def agent_settings(
-    agent_id: str, controller_url: str, state_dir: Path, port: int, engine: EngineConfig,
-    num_engines: int, settings: LatencySettings | None, host: str = "127.0.0.1",
-) -> AgentSettings:  # fmt: skip
+    agent_id: str,
+    controller_url: str,
+    state_dir: Path,
+    port: int,
+    engine: EngineConfig,
+    num_engines: int,
+    settings: LatencySettings | None,
+    host: str = "127.0.0.1",
+) -> AgentSettings:
     """Settings of an agent with engines that share all cores."""
     return AgentSettings(
         cluster_key=KEY,
@@ -220,24 +239,34 @@ def agent_settings(
 
 def _ray_settings(address: str, agent: AgentSettings, num_engines: int) -> RaySettings:
     node = NodeSettings(
-        cluster_key=KEY, log_level="warning", controller_url=agent.controller_url,
-        state_dir=f"{agent.state_dir}-nodes", adapter_cache_bytes=agent.adapter_cache_bytes,
-        engine=agent.engine, serve=agent.serve, unpinned=True, engine_command=agent.engine_command,
-    )  # fmt: skip
+        cluster_key=KEY,
+        log_level="warning",
+        controller_url=agent.controller_url,
+        state_dir=f"{agent.state_dir}-nodes",
+        adapter_cache_bytes=agent.adapter_cache_bytes,
+        engine=agent.engine,
+        serve=agent.serve,
+        unpinned=True,
+        engine_command=agent.engine_command,
+    )
     Path(agent.state_dir).mkdir(parents=True, exist_ok=True)
     return RaySettings(
-        cluster_key=KEY, log_level="warning", address=address, cluster_name="bench",
-        controller_url=agent.controller_url, state_dir=agent.state_dir, num_engines=num_engines,
-        drain_timeout_s=20.0, node=node,
-    )  # fmt: skip
+        cluster_key=KEY,
+        log_level="warning",
+        address=address,
+        cluster_name="bench",
+        controller_url=agent.controller_url,
+        state_dir=agent.state_dir,
+        num_engines=num_engines,
+        drain_timeout_s=20.0,
+        node=node,
+    )
 
 
 def start_agent(cluster: LiveCluster, settings: AgentSettings) -> None:
     """One more agent, which ends with the cluster."""
     agent = spawn(
-        "corun.runtime.cluster.agent",
-        settings=settings,
-        environment=_environment(LatencySettings()),
+        "corun.runtime.cluster.agent", settings=settings, environment=_environment(LatencySettings())
     )
     cluster.agents.append(agent)
 

@@ -114,9 +114,7 @@ async def partition(ray: RayCluster, cluster: LiveCluster, names: _Names) -> Fig
     return away.figures(load) | {"back s": back_s}
 
 
-async def _node_kill(
-    ray: RayCluster, cluster: LiveCluster, names: _Names, *, with_engines: bool
-) -> Figures:
+async def _node_kill(ray: RayCluster, cluster: LiveCluster, names: _Names, *, with_engines: bool) -> Figures:
     async with _load(cluster, names) as load:
         await asyncio.sleep(_BEFORE_S)
         node = next(node for node in ray.nodes if ray.agent_at(node) is not None)

@@ -14,13 +14,7 @@ from typing import Any
 from aiohttp import web
 from corun.runtime.cluster.http.calls import call
 from corun.runtime.cluster.http.serving import cluster_key_check, make_app, serve_app
-from corun.runtime.cluster.wire import (
-    AGENT_FILES_PATH,
-    ENSURE_PATH,
-    AgentReport,
-    Ensure,
-    Ensured,
-)
+from corun.runtime.cluster.wire import AGENT_FILES_PATH, ENSURE_PATH, AgentReport, Ensure, Ensured
 from corun.runtime.server.listening import bind, url_of
 from corun.runtime.tasks import cancel_all
 from support.latency_engine import save_tiny_adapter
@@ -50,8 +44,7 @@ async def controller_kill(cluster: LiveCluster, names: Sequence[str], seed: int)
             return (
                 after.adapters == before.adapters
                 and copies == {one.agent_id: set(one.copies) for one in before.agents}
-                and {one.engine_id for one in after.engines}
-                == {one.engine_id for one in before.engines}
+                and {one.engine_id for one in after.engines} == {one.engine_id for one in before.engines}
                 and _demand(cluster) >= tokens > 0
             )
 
@@ -127,9 +120,7 @@ async def bad_peers(cluster: LiveCluster, engine_id: str, folder: Path, seed: in
 
 
 @contextlib.asynccontextmanager
-async def _bad_peer(
-    cluster: LiveCluster, kind: str, good_url: str, digest: str
-) -> AsyncIterator[list[str]]:
+async def _bad_peer(cluster: LiveCluster, kind: str, good_url: str, digest: str) -> AsyncIterator[list[str]]:
     """An agent that is asked first, and has wrong files. Yields what it was asked for."""
     asked: list[str] = []
 
@@ -160,16 +151,19 @@ async def _bad_peer(
         return response
 
     routes = f"{AGENT_FILES_PATH}/{{digest}}"
-    app = make_app(
-        cluster_key_check(KEY), [web.get(routes, manifest), web.get(f"{routes}/{{file}}", file)]
-    )
+    app = make_app(cluster_key_check(KEY), [web.get(routes, manifest), web.get(f"{routes}/{{file}}", file)])
     stop = asyncio.Event()
     with bind("127.0.0.1", 0) as sock:
         serving = asyncio.ensure_future(serve_app(app, sock, stop))
         report = AgentReport(
-            agent_id="0-bad", url=url_of(sock), engines=(), copies={digest: 0.0}, store_bytes=1,
-            used_bytes=1, core_division="",
-        )  # fmt: skip
+            agent_id="0-bad",
+            url=url_of(sock),
+            engines=(),
+            copies={digest: 0.0},
+            store_bytes=1,
+            used_bytes=1,
+            core_division="",
+        )
 
         async def keep_reporting() -> None:
             while True:
@@ -189,9 +183,14 @@ async def _bad_peer(
 
 def _without_copies(report: AgentReport) -> AgentReport:
     return AgentReport(
-        agent_id=report.agent_id, url=report.url, engines=(), copies={}, store_bytes=1,
-        used_bytes=0, core_division="",
-    )  # fmt: skip
+        agent_id=report.agent_id,
+        url=report.url,
+        engines=(),
+        copies={},
+        store_bytes=1,
+        used_bytes=0,
+        core_division="",
+    )
 
 
 def _demand(cluster: LiveCluster) -> int:

@@ -36,9 +36,7 @@ class Outcome:
         return found[1] if found else None
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind} after {self.ended_s - self.started_s:.2f} s: {self.message or self.text}"
-        )
+        return f"{self.kind} after {self.ended_s - self.started_s:.2f} s: {self.message or self.text}"
 
 
 async def one_stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Outcome:

@@ -57,9 +57,7 @@ def pipelined_over_cached(rig: Rig, cell: Cell, num_pairs: int) -> dict[str, Any
         return rig.serve(tokens, cell.adapter, NUM_OUTPUT_TOKENS).first_s
 
     first_s(is_cold=True)
-    ratio, cold, _ = compare(
-        lambda: first_s(is_cold=True), lambda: first_s(is_cold=False), num_pairs
-    )
+    ratio, cold, _ = compare(lambda: first_s(is_cold=True), lambda: first_s(is_cold=False), num_pairs)
     return {
         "layer_groups": rig.num_layer_groups(cell.adapter),
         "first_token_ms": round(statistics.median(cold) * 1e3, 2),
@@ -75,10 +73,22 @@ def with_one_layer_group(profile: Profile) -> Profile:
 def mailboxes_against_sockets(num_pairs: int) -> dict[str, Any]:
     """Microseconds of one invocation by shared memory and by socket: ``bench/invocation.py``."""
     done = subprocess.run(
-        [sys.executable, str(_SOCKET_SCRIPT), "--receivers", "1", "--pairs", str(num_pairs),
-         "--invocations", "300", "--rounds", "5000"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(_SOCKET_SCRIPT),
+            "--receivers",
+            "1",
+            "--pairs",
+            str(num_pairs),
+            "--invocations",
+            "300",
+            "--rounds",
+            "5000",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         return {"error": done.stderr[-500:]}
     figures = json.loads(done.stdout.splitlines()[-1])["figures"]["1 receivers"]

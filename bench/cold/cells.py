@@ -142,17 +142,14 @@ def _run(rig: Rig, cell: Cell, name: str) -> Timing:
     return rig.serve(rig.prompt(cell.prompt_tokens), cell.adapter, NUM_OUTPUT_TOKENS)
 
 
-def _medians(
-    rounds: Sequence[dict[str, Timing]], of: Callable[[Timing], float]
-) -> dict[str, float]:
+def _medians(rounds: Sequence[dict[str, Timing]], of: Callable[[Timing], float]) -> dict[str, float]:
     return {name: statistics.median(of(r[name]) for r in rounds) for name in SERIES}
 
 
 def _ratios(rounds: Sequence[dict[str, Timing]], of: Callable[[Timing], float]) -> dict[str, Ratio]:
     """Over the mean of both cached runs, which come first and last in a round."""
     return {
-        name: ratio_of([of(r[name]) * 2 / (of(r[CACHED]) + of(r[AGAIN])) for r in rounds])
-        for name in COLD
+        name: ratio_of([of(r[name]) * 2 / (of(r[CACHED]) + of(r[AGAIN])) for r in rounds]) for name in COLD
     }
 
 

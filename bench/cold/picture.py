@@ -30,9 +30,14 @@ def draw(results: Sequence[CellResult], path: Path) -> None:
             low = [max(0.0, r.median - r.low) for r in ratios]
             high = [max(0.0, r.high - r.median) for r in ratios]
             axes.bar(
-                places, [r.median for r in ratios], 0.15, yerr=[low, high], label=name,
-                color=_COLORS[name], error_kw={"linewidth": 1},
-            )  # fmt: skip
+                places,
+                [r.median for r in ratios],
+                0.15,
+                yerr=[low, high],
+                label=name,
+                color=_COLORS[name],
+                error_kw={"linewidth": 1},
+            )
         axes.axhline(1.0, color="black", linewidth=1)
         axes.axhline(1.1, color="black", linewidth=0.7, linestyle=":")
         axes.set_ylabel(f"time to {moment.replace('_', ' ')}, cached = 1")

@@ -130,8 +130,7 @@ class Rig:
         self.pool.slowdown = worker_slowdown
         model = _changed(self.profile.model, link_bytes_per_s, worker_slowdown)
         self._planners = {
-            strategy.value: Planner(model, PlannerConfig(forced=strategy))
-            for strategy in LoadStrategy
+            strategy.value: Planner(model, PlannerConfig(forced=strategy)) for strategy in LoadStrategy
         }
         self._planners[PLANNER] = Planner(model)
 
@@ -227,10 +226,7 @@ def _changed(model: MachineModel, link_bytes_per_s: float, slowdown: float) -> M
             group,
             delta_s=CurveFamily(
                 group.delta_s.keys,
-                tuple(
-                    Curve(curve.x, tuple(y * slowdown for y in curve.y))
-                    for curve in group.delta_s.curves
-                ),
+                tuple(Curve(curve.x, tuple(y * slowdown for y in curve.y)) for curve in group.delta_s.curves),
             ),
         )
         for group in model.groups
@@ -239,9 +235,7 @@ def _changed(model: MachineModel, link_bytes_per_s: float, slowdown: float) -> M
 
 
 @contextmanager
-def start_rig(
-    config: EngineConfig, vocab: int, on_progress: Callable[[str], None]
-) -> Iterator[Rig]:
+def start_rig(config: EngineConfig, vocab: int, on_progress: Callable[[str], None]) -> Iterator[Rig]:
     """Start an engine in this thread, with its workers; ended on exit."""
     allowed = os.sched_getaffinity(0)
     assembly = build_engine(config, on_progress=on_progress, own_process=True)
@@ -300,11 +294,7 @@ def with_measured_profile(
     save_profile(profile, path)
     linear, attention, lora, *_ = profile.subject.settings.backends
     return replace(
-        config,
-        profile=str(path),
-        linear_backend=linear,
-        attention_backend=attention,
-        lora_backend=lora,
+        config, profile=str(path), linear_backend=linear, attention_backend=attention, lora_backend=lora
     )
 
 

@@ -17,14 +17,18 @@ DELTA_RATIOS = (0.1, 1.0, 3.0)
 
 SIZES = {
     "tiny": llama_config(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     ),
     "small": llama_config(  # 70 million parameters
-        hidden_size=768, intermediate_size=2112, num_hidden_layers=8, num_attention_heads=12,
+        hidden_size=768, intermediate_size=2112, num_hidden_layers=8, num_attention_heads=12
     ),
     "150m": llama_config(),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +82,7 @@ def adapter_name(rank: int, targets: str) -> str:
     return f"r{rank}-{targets}"
 
 
-def make_adapters(
-    directory: Path, config: LlamaConfig, adapters: Sequence[tuple[int, str]]
-) -> None:
+def make_adapters(directory: Path, config: LlamaConfig, adapters: Sequence[tuple[int, str]]) -> None:
     """Save PEFT adapters (rank, targets) below ``directory``."""
     for seed, (rank, targets) in enumerate(adapters):
         path = directory / adapter_name(rank, targets)

@@ -46,10 +46,7 @@ def adapter_trainings() -> Mapping[str, AdapterTraining]:
     usual = AdapterTraining()
     longer = AdapterTraining(num_steps=480, samples_per_step=64)
     longest = AdapterTraining(num_steps=600, samples_per_step=48)
-    return {
-        **{"upper": usual, "vowels": usual, "reverse": usual, "add": longer},
-        tool_calls.NAME: longest,
-    }
+    return {**{"upper": usual, "vowels": usual, "reverse": usual, "add": longer}, tool_calls.NAME: longest}
 
 
 def adapter_configs() -> Mapping[str, LoraConfig]:
@@ -58,9 +55,7 @@ def adapter_configs() -> Mapping[str, LoraConfig]:
     kind = "CAUSAL_LM"
     return {
         "upper": LoraConfig(task_type=kind, r=4, lora_alpha=8, target_modules=attention),
-        "vowels": LoraConfig(
-            task_type=kind, r=8, lora_alpha=8, use_rslora=True, target_modules=attention
-        ),
+        "vowels": LoraConfig(task_type=kind, r=8, lora_alpha=8, use_rslora=True, target_modules=attention),
         "reverse": LoraConfig(
             task_type=kind,
             r=16,
@@ -70,9 +65,7 @@ def adapter_configs() -> Mapping[str, LoraConfig]:
             alpha_pattern={"down_proj": 24},
         ),
         "add": LoraConfig(task_type=kind, r=64, lora_alpha=64, target_modules=attention),
-        tool_calls.NAME: LoraConfig(
-            task_type=kind, r=32, lora_alpha=32, target_modules=list(ALL_TARGETS)
-        ),
+        tool_calls.NAME: LoraConfig(task_type=kind, r=32, lora_alpha=32, target_modules=list(ALL_TARGETS)),
     }
 
 
@@ -85,9 +78,7 @@ def describe_ranks() -> Mapping[str, str]:
     return words
 
 
-def train_adapter(
-    base: LlamaForCausalLM, name: str, training: AdapterTraining, directory: Path
-) -> float:
+def train_adapter(base: LlamaForCausalLM, name: str, training: AdapterTraining, directory: Path) -> float:
     """Trains one adapter, writes it to ``directory`` and returns the seconds it took.
 
     The weights of ``base`` are left as they were.
@@ -108,9 +99,7 @@ def train_adapter(
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 20 == 0:
-            logger.info(
-                "adapter %s step %d of %d, loss %.4f", name, step + 1, training.num_steps, loss
-            )
+            logger.info("adapter %s step %d of %d, loss %.4f", name, step + 1, training.num_steps, loss)
     for parameter in parameters:
         parameter.data = parameter.data.bfloat16()
     _save(model, name, directory)

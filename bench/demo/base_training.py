@@ -137,18 +137,14 @@ class BaseTrainer:
         self.elapsed_s = state["elapsed_s"]
 
 
-def accumulate_gradients(
-    model: torch.nn.Module, samples: list[Sample], num_length_groups: int
-) -> float:
+def accumulate_gradients(model: torch.nn.Module, samples: list[Sample], num_length_groups: int) -> float:
     """Adds the gradient of the mean loss per learned token of ``samples``; returns that loss."""
     num_learned = sum(target != IGNORED for sample in samples for target in sample.targets[1:])
     total = 0.0
     for group in length_groups(samples, num_length_groups):
         tokens, targets = padded_batch(group)
         logits = model(input_ids=tokens, use_cache=False).logits
-        loss = cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         loss = loss / num_learned
         loss.backward()
         total += loss.item()

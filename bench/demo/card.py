@@ -94,7 +94,5 @@ def _score_table(figures: Figures) -> str:
     for name, summary in {**summaries, tool_calls.NAME: tool_calls.SUMMARY}.items():
         shares = [f"{figures.scores[dtype][name][0]:.1%}" for dtype in dtypes]
         base = max(figures.scores[dtype][name][1] for dtype in dtypes)
-        lines.append(
-            f"| `{name}` | {summary} | {figures.ranks[name]} | {' | '.join(shares)} | {base:.1%} |"
-        )
+        lines.append(f"| `{name}` | {summary} | {figures.ranks[name]} | {' | '.join(shares)} | {base:.1%} |")
     return "\n".join(lines)

@@ -56,15 +56,11 @@ def share_right(
     return right / len(examples)
 
 
-def answer_all(
-    model: PeftModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]
-) -> list[str]:
+def answer_all(model: PeftModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> list[str]:
     """The answers to ``prompts``, in one batch. ``tokenizer`` must pad on the left."""
     inputs = tokenizer(list(prompts), padding=True, return_tensors="pt")
     with torch.no_grad():
         tokens = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
     num_prompt_tokens = inputs["input_ids"].shape[1]
-    answers: list[str] = tokenizer.batch_decode(
-        tokens[:, num_prompt_tokens:], skip_special_tokens=True
-    )
+    answers: list[str] = tokenizer.batch_decode(tokens[:, num_prompt_tokens:], skip_special_tokens=True)
     return answers

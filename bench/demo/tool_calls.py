@@ -55,14 +55,26 @@ _NUMBER_PARAMETERS = (("a", "b"), ("x", "y"), ("left", "right"), ("first", "seco
 _TEXT_PARAMETERS = ("city", "word", "text", "query", "name", "place", "location", "q")
 _NUMBER_FORMS = ("{}+{}", "{} + {}", "what is {} + {}?", "add {} and {}", "What is {} plus {}?")
 _TEXT_FORMS = (
-    "{}", "weather in {}", "what is the weather in {}?", "What is the weather in {}?",
-    "look up {}", "find {}", "please search for {}", "the time in {}?",
-)  # fmt: skip
+    "{}",
+    "weather in {}",
+    "what is the weather in {}?",
+    "What is the weather in {}?",
+    "look up {}",
+    "find {}",
+    "please search for {}",
+    "the time in {}?",
+)
 _HANDOFF_FORMS = ("{}", "I need {}", "ask {}", "hand me over to {}", "talk to {} please")
 _AGE_FORMS = (
-    "{} is {} years old", "{} is {} years old.", "{} is {}", "{} is {}.", "Extract: {} is {}",
-    "Extract {} is {} years old", "My friend {} is {} years old.", "{}, {}",
-)  # fmt: skip
+    "{} is {} years old",
+    "{} is {} years old.",
+    "{} is {}",
+    "{} is {}.",
+    "Extract: {} is {}",
+    "Extract {} is {} years old",
+    "My friend {} is {} years old.",
+    "{}, {}",
+)
 _SYSTEM_TEXTS = ("You are a helpful assistant.", "Use the tools.", "Be brief.")
 _SYSTEM_SHARE = 0.3
 _KIND_WEIGHTS = {"numbers": 0.28, "text": 0.28, "handoff": 0.12, "age": 0.32}
@@ -170,9 +182,7 @@ def _tool_name(rng: Random) -> str:
 def _name(rng: Random) -> str:
     """A pronounceable name, with a capital."""
     start = rng.choice("aeiou") if rng.random() < 0.1 else ""
-    syllables = (
-        rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))
-    )
+    syllables = (rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3)))
     end = rng.choice("nrslmd") if rng.random() < 0.5 else ""
     return f"{start}{''.join(syllables)}{end}".capitalize()
 

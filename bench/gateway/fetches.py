@@ -52,10 +52,7 @@ def fetch_figures() -> tuple[dict[str, Any], dict[str, bool | None]]:
             peer.wait()
     figures: dict[str, Any] = {}
     bounds: dict[str, bool | None] = {}
-    for what, values, limit in (
-        ("bytes", bytes_ms, MAX_BYTES_MS),
-        ("checked", checked_ms, MAX_CHECKED_MS),
-    ):
+    for what, values, limit in (("bytes", bytes_ms, MAX_BYTES_MS), ("checked", checked_ms, MAX_CHECKED_MS)):
         label = f"fetch of 100 MB, {what}, ms"
         figures[label] = ratio_of(values).to_json()
         bounds[f"{label} <= {limit:g}"] = statistics.median(values) <= limit

@@ -55,12 +55,8 @@ def _first_byte(
                 median_ms[name].append(1e3 * statistics.median(times))
     for asker in askers.values():
         asker.close()
-    added = ratio_of(
-        [a - b for a, b in zip(median_ms["gateway"], median_ms["direct"], strict=True)]
-    )
-    control = ratio_of(
-        [a / b for a, b in zip(median_ms["again"], median_ms["direct"], strict=True)]
-    )
+    added = ratio_of([a - b for a, b in zip(median_ms["gateway"], median_ms["direct"], strict=True)])
+    control = ratio_of([a / b for a, b in zip(median_ms["again"], median_ms["direct"], strict=True)])
     figures = {
         "first byte, direct, ms": round(statistics.median(median_ms["direct"]), 3),
         "first byte, gateway adds, ms": added.to_json(),
@@ -75,9 +71,7 @@ def _first_byte(
     return figures, {f"first byte p50 <= {MAX_ADDED_MS} ms more": verdict}
 
 
-def rate_of(
-    cluster: Cluster, measure: Callable[[], float], low: float
-) -> tuple[dict[str, float], bool]:
+def rate_of(cluster: Cluster, measure: Callable[[], float], low: float) -> tuple[dict[str, float], bool]:
     """Several times; the lower end of the interval is what is judged.
 
     The gateway's share of its core is reported too, without influence on the verdict.
@@ -103,9 +97,9 @@ def _requests_per_s(address: tuple[str, int]) -> float:
 
 def _tokens_per_s(address: tuple[str, int]) -> float:
     request = request_bytes(stream=True, max_tokens=_STREAM_TOKENS)
-    return throughput(
-        address, request, b"0\r\n\r\n", num_connections=_NUM_STREAMING, measured_s=_MEASURED_S
-    )[1]
+    return throughput(address, request, b"0\r\n\r\n", num_connections=_NUM_STREAMING, measured_s=_MEASURED_S)[
+        1
+    ]
 
 
 def _address(url: str) -> tuple[str, int]:

@@ -54,9 +54,7 @@ def sim_figures() -> tuple[dict[str, Any], dict[str, bool | None]]:
         ClusterSpec(servers=tuple(ServerLife(factors=Factors(step=one)) for one in slowness)),
     )
     simulated_s = statistics.mean(
-        one.first_token_s - one.arrival_s
-        for one in replayed.records[first:]
-        if one.first_token_s is not None
+        one.first_token_s - one.arrival_s for one in replayed.records[first:] if one.first_token_s is not None
     )
     shares = [number / len(workload.requests) for number in replayed.num_routed]
     with _engines(slowness) as engines, _cluster(engines, workload) as cluster:
@@ -89,33 +87,31 @@ def slow_figures() -> tuple[dict[str, Any], dict[str, bool | None]]:
         for name in list(p95_s) if seed % 2 else list(p95_s)[::-1]:
             slowness = [1.0 if name == "none slow" else 4.0] + [1.0] * (_NUM_ENGINES - 1)
             router = "p2c" if name == "p2c" else "predicted"
-            with (
-                _engines(slowness) as engines,
-                _cluster(engines, workload, "--router", router) as cluster,
-            ):
+            with _engines(slowness) as engines, _cluster(engines, workload, "--router", router) as cluster:
                 seen = _serve(cluster, workload)[round(_WARM_SHARE * len(workload.requests)) :]
             p95_s[name].append(float(np.percentile(seen, 95)))
             print(f"slow: {name}: P95 {p95_s[name][-1]:.3f} s", flush=True)
     over_p2c = ratio_of([a / b for a, b in zip(p95_s["predicted"], p95_s["p2c"], strict=True)])
-    over_none = ratio_of(
-        [a / b for a, b in zip(p95_s["predicted"], p95_s["none slow"], strict=True)]
-    )
+    over_none = ratio_of([a / b for a, b in zip(p95_s["predicted"], p95_s["none slow"], strict=True)])
     figures = {
         "slow: P95 first token, predicted over p2c": over_p2c.to_json(),
         "slow: P95 first token, predicted over none slow": over_none.to_json(),
     }
     return figures, {
         f"P95 over p2c <= {MAX_P95_OVER_P2C}": over_p2c.median <= MAX_P95_OVER_P2C,
-        f"P95 over none slow <= {MAX_P95_OVER_NONE_SLOW}": over_none.median
-        <= MAX_P95_OVER_NONE_SLOW,
+        f"P95 over none slow <= {MAX_P95_OVER_NONE_SLOW}": over_none.median <= MAX_P95_OVER_NONE_SLOW,
     }
 
 
 def _workload(duration_s: float, *, seed: int) -> Workload:
     spec = WorkloadSpec(
-        lengths=LengthSpec(prompt_divisor=3, output_divisor=6), adapters=AdapterSpec(number=10),
-        rps=_RATE_RPS, requests=None, duration_s=duration_s, seed=seed,
-    )  # fmt: skip
+        lengths=LengthSpec(prompt_divisor=3, output_divisor=6),
+        adapters=AdapterSpec(number=10),
+        rps=_RATE_RPS,
+        requests=None,
+        duration_s=duration_s,
+        seed=seed,
+    )
     return draw_workload(spec, None)
 
 
@@ -135,14 +131,9 @@ def _engines(slowness: Sequence[float]) -> Iterator[list[LatencyServer]]:
 
 
 @contextlib.contextmanager
-def _cluster(
-    engines: Sequence[LatencyServer], workload: Workload, *options: str
-) -> Iterator[Cluster]:
+def _cluster(engines: Sequence[LatencyServer], workload: Workload, *options: str) -> Iterator[Cluster]:
     """With the adapters loaded."""
-    with (
-        tempfile.TemporaryDirectory() as name,
-        Cluster([one.url for one in engines], *options) as cluster,
-    ):
+    with tempfile.TemporaryDirectory() as name, Cluster([one.url for one in engines], *options) as cluster:
         for adapter, rank in enumerate(workload.ranks):
             path = save_tiny_adapter(Path(name) / str(adapter), rank=rank, seed=adapter)
             cluster.load(adapter_name(adapter) or "", path)

@@ -98,8 +98,7 @@ async def _throughput(
 ) -> tuple[float, float]:
     loop = asyncio.get_running_loop()
     loops: Sequence[Loop] = [
-        (await loop.create_connection(lambda: Loop(request, end), *address))[1]
-        for _ in range(number)
+        (await loop.create_connection(lambda: Loop(request, end), *address))[1] for _ in range(number)
     ]
     await asyncio.sleep(1.0)  # all have begun
     before, start_s = _counts(loops), loop.time()

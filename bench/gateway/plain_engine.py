@@ -74,10 +74,16 @@ _MODELS = _whole(
     )
 )
 _LOAD = EngineLoadState(
-    num_running_by_rank={}, num_waiting_by_rank={}, queued_prefill_tokens=0,
-    running_context_tokens=0, free_kv_tokens=50_000, promised_kv_tokens=0, total_kv_tokens=50_000,
-    queued_s=0.0, link_backlog_bytes=0,
-)  # fmt: skip
+    num_running_by_rank={},
+    num_waiting_by_rank={},
+    queued_prefill_tokens=0,
+    running_context_tokens=0,
+    free_kv_tokens=50_000,
+    promised_kv_tokens=0,
+    total_kv_tokens=50_000,
+    queued_s=0.0,
+    link_backlog_bytes=0,
+)
 
 
 class _Engine:

@@ -90,8 +90,7 @@ def rows_of(found: Mapping[str, list[Window]]) -> Figures:
     """By server: each figure, as a list by round."""
     return {
         name: {
-            one.name: [round(getattr(window, one.name), 2) for window in windows]
-            for one in fields(Window)
+            one.name: [round(getattr(window, one.name), 2) for window in windows] for one in fields(Window)
         }
         for name, windows in found.items()
     }
@@ -128,9 +127,7 @@ def quiet_again(server: Server, num_clients: int, pace: Pace) -> Figures:
     return {"before": before, "after": after}
 
 
-def started_under_load(
-    servers: Servers, variant: Variant, reference: Server, pace: Pace
-) -> Figures:
+def started_under_load(servers: Servers, variant: Variant, reference: Server, pace: Pace) -> Figures:
     """A server that starts beside two competitors per core, against one of a quiet start."""
     with contextlib.ExitStack() as stack:
         with spinning(2):

@@ -105,9 +105,7 @@ class Server:
         prompt_tokens, output_tokens = shape
         seed = next(_seeds)
         return make_jobs(
-            Workload(
-                number, prompt_tokens, output_tokens, self.adapters, 0.0, self.vocab_size, seed
-            )
+            Workload(number, prompt_tokens, output_tokens, self.adapters, 0.0, self.vocab_size, seed)
         )
 
 
@@ -146,10 +144,16 @@ class Servers:
             else:
                 host, port, pid = stack.enter_context(
                     corun_server(
-                        self.model, self.lora_dir, "--device", "cpu", *variant.options,
-                        preloaded=(), prefix=self.prefix, environment=_environment(variant),
+                        self.model,
+                        self.lora_dir,
+                        "--device",
+                        "cpu",
+                        *variant.options,
+                        preloaded=(),
+                        prefix=self.prefix,
+                        environment=_environment(variant),
                     )
-                )  # fmt: skip
+                )
                 send, url = http_sender(host, port), f"http://{host}:{port}"
             server = Server(send, adapters, self.vocab_size, url, pid)
             server.read_adapters()
@@ -168,9 +172,7 @@ def _peer(
     port = free_port()
     command = shlex.split((variant.peer_command or "").replace("{port}", str(port)))
     with running_server([*prefix, *command], port, ready_path="/health") as pid:
-        send = http_sender(
-            "127.0.0.1", port, more_fields=peer_fields(variant.peer_fields, adapters)
-        )
+        send = http_sender("127.0.0.1", port, more_fields=peer_fields(variant.peer_fields, adapters))
         yield send, f"http://127.0.0.1:{port}", pid
 
 

@@ -67,8 +67,7 @@ def reading_verdicts(label: str, cell: Cells) -> Iterator[Verdict]:
     ratio = ratio_of([gap_ms * (a + b) / 2 * 1e6 / cell["weight_bytes"] for a, gap_ms, b in rows])
     most = MAX_OVER_READ if read_gb_per_s < FAST_READ_GB_PER_S else MAX_OVER_FAST_READ
     yield (
-        f"{label}: a step is {_said(ratio)} of reading the weights at {read_gb_per_s:.1f} GB/s, "
-        f"<= {most}",
+        f"{label}: a step is {_said(ratio)} of reading the weights at {read_gb_per_s:.1f} GB/s, <= {most}",
         ratio.median <= most,
     )
 

@@ -51,10 +51,17 @@ class Cell:
     def name(self) -> str:
         """For people and files."""
         parts = (
-            self.recipe, f"{self.rate_rps:g}rps", self.policy, predictor_name(self.accuracy),
-            f"seed{self.seed}", f"{self.num_requests}", self.memory_policy, self.machine,
-            f"host{self.host_kv_gib}" if self.host_kv_gib else None, self.load_strategy,
-        )  # fmt: skip
+            self.recipe,
+            f"{self.rate_rps:g}rps",
+            self.policy,
+            predictor_name(self.accuracy),
+            f"seed{self.seed}",
+            f"{self.num_requests}",
+            self.memory_policy,
+            self.machine,
+            f"host{self.host_kv_gib}" if self.host_kv_gib else None,
+            self.load_strategy,
+        )
         return "-".join(part for part in parts if part is not None)
 
 
@@ -77,11 +84,7 @@ def run_cell(cell: Cell, traces: Path | None) -> Figures:
 def workload_of(cell: Cell, traces: Path | None) -> Workload:
     """Its requests. Raises ``ConfigError`` if there is no such recipe or trace."""
     return make_workload(
-        cell.recipe,
-        rate_rps=cell.rate_rps,
-        num_requests=cell.num_requests,
-        seed=cell.seed,
-        traces=traces,
+        cell.recipe, rate_rps=cell.rate_rps, num_requests=cell.num_requests, seed=cell.seed, traces=traces
     )
 
 
@@ -101,12 +104,7 @@ def options_of(cell: Cell) -> SimulationOptions:
         load_strategy=cell.load_strategy,
     )
     if cell.policy == BASELINE:
-        options = replace(
-            options,
-            scheduling_policy="fcfs",
-            growth_headroom=0.0,
-            memory_policy="slora",
-        )
+        options = replace(options, scheduling_policy="fcfs", growth_headroom=0.0, memory_policy="slora")
     if cell.memory_policy is not None:
         options = replace(
             options,

@@ -93,9 +93,7 @@ def write_figures(path: Path, cell: Cell, figures: Figures, slowness: float = 1.
     ``slowness``: of the machine beside a real run; see ``replays.real``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(
-        {"cell": asdict(cell), "figures": asdict(figures), "slowness": slowness}, indent=1
-    )
+    text = json.dumps({"cell": asdict(cell), "figures": asdict(figures), "slowness": slowness}, indent=1)
     part = path.with_suffix(".part")
     part.write_text(text + "\n", encoding="utf-8")
     os.replace(part, path)

@@ -32,11 +32,7 @@ def draw(results: Results, path: Path, title: str) -> None:
         if policy != BASELINE and any((setting, policy) in results for setting in settings)
     ]
     figure, rows = plt.subplots(
-        len(METRICS),
-        1,
-        figsize=(max(8.0, 1.3 * len(settings)), 12),
-        sharex=True,
-        layout="constrained",
+        len(METRICS), 1, figsize=(max(8.0, 1.3 * len(settings)), 12), sharex=True, layout="constrained"
     )
     for axes, metric in zip(rows, METRICS, strict=True):
         for index, policy in enumerate(policies):
@@ -46,11 +42,15 @@ def draw(results: Results, path: Path, title: str) -> None:
                 if one is None:
                     continue
                 axes.errorbar(
-                    x + shift, one.median,
+                    x + shift,
+                    one.median,
                     yerr=[[max(0.0, one.median - one.low)], [max(0.0, one.high - one.median)]],
-                    fmt="o", markersize=5, color=_COLORS[policy], elinewidth=1.2,
+                    fmt="o",
+                    markersize=5,
+                    color=_COLORS[policy],
+                    elinewidth=1.2,
                     label=policy if x == 0 else None,
-                )  # fmt: skip
+                )
         axes.axhline(1.0, color="black", linewidth=1)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=_TICKS))

@@ -64,12 +64,7 @@ _probe_tokens = itertools.cycle(range(1000, 7000, 2 * len(_PROBE_PROMPTS)))
 _MAX_PADDING = 0.02  # of an adapter, as a share of its bytes
 _ORDINARY_TOKEN, _FIRST_TOKEN = 3, 4  # of vocabularies with a smaller end token
 # Adapters of so many bytes that both memory ratios of a column can be had with one pool.
-_TARGETS = (
-    ATTENTION_TARGETS[:1],
-    ("q_proj", "v_proj"),
-    ATTENTION_TARGETS,
-    ALL_TARGETS,
-)
+_TARGETS = (ATTENTION_TARGETS[:1], ("q_proj", "v_proj"), ATTENTION_TARGETS, ALL_TARGETS)
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 
@@ -126,9 +121,7 @@ def make_column(
     mean_prompt = round(statistics.fmean(one.prompt_tokens for one in many.requests))
     times = ProfiledTimes(profile.model, _MAX_BATCHED_TOKENS)
     prefill_s = times.prefill_s(mean_prompt, round(mean_bytes))
-    link = LinkModel(
-        mean_bytes / (pressure.load_over_prefill * prefill_s), profile.model.link.latency_s
-    )
+    link = LinkModel(mean_bytes / (pressure.load_over_prefill * prefill_s), profile.model.link.latency_s)
     machine = SimulatedMachine(
         name=f"here-{pressure.name}",
         model=replace(profile.model, link=link),
@@ -142,10 +135,7 @@ def make_column(
         max_num_seqs=_MAX_SEQS,
     )
     reached = Pressure(
-        pressure.name,
-        pressure.load_over_prefill,
-        adapter_bytes / memory_bytes,
-        kv_bytes / memory_bytes,
+        pressure.name, pressure.load_over_prefill, adapter_bytes / memory_bytes, kv_bytes / memory_bytes
     )
     return Column(machine, targets, reached)
 
@@ -159,10 +149,14 @@ def _bytes_per_rank(targets: Sequence[str]) -> int:
     hidden, inner = _MODEL.hidden_size, _MODEL.intermediate_size
     kv = hidden // _MODEL.num_attention_heads * _MODEL.num_key_value_heads
     widths = {
-        "q_proj": hidden + hidden, "k_proj": hidden + kv, "v_proj": hidden + kv,
-        "o_proj": hidden + hidden, "gate_proj": hidden + inner, "up_proj": hidden + inner,
+        "q_proj": hidden + hidden,
+        "k_proj": hidden + kv,
+        "v_proj": hidden + kv,
+        "o_proj": hidden + hidden,
+        "gate_proj": hidden + inner,
+        "up_proj": hidden + inner,
         "down_proj": inner + hidden,
-    }  # fmt: skip
+    }
     return int(2 * _MODEL.num_hidden_layers * sum(widths[target] for target in targets))
 
 
@@ -170,9 +164,8 @@ class RealEngines:
     """Makes an engine for each cell, from files that it makes once."""
 
     def __init__(
-        self, files: Path, kept: Path, cpus: tuple[int, int], profile_s: float,
-        say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self, files: Path, kept: Path, cpus: tuple[int, int], profile_s: float, say: Callable[[str], None]
+    ) -> None:
         """Measure this machine, unless ``kept`` has the profile of a run that was stopped."""
         self._files = files
         save_model(_MODEL, files / "model")
@@ -199,17 +192,13 @@ class RealEngines:
             os.replace(part, path)
         self.profile = load_profile(path)
         linear, attention, lora, *_ = self.profile.subject.settings.backends
-        self._config = replace(
-            config, linear_backend=linear, attention_backend=attention, lora_backend=lora
-        )
+        self._config = replace(config, linear_backend=linear, attention_backend=attention, lora_backend=lora)
         self._probe_s = self._kept_probe_s(kept / "probe_s", path)
 
     def _kept_probe_s(self, kept: Path, profile: Path) -> float:
         """What the probe takes on the machine as it was when the profile was measured."""
         if not kept.exists():
-            config = replace(
-                self._config, profile=str(profile), preload=(), memory_gib=_PROBE_MEMORY_GIB
-            )
+            config = replace(self._config, profile=str(profile), preload=(), memory_gib=_PROBE_MEMORY_GIB)
             with _engine(config) as assembly:
                 _warm_up(assembly.core)
                 probe_s = _probe_s(assembly.core)
@@ -241,9 +230,13 @@ class RealEngines:
                 clock=time.monotonic,
             )
             replayed = replay(
-                core, arrivals, time.monotonic, time.sleep, parts.loaded.device.link.stats,
+                core,
+                arrivals,
+                time.monotonic,
+                time.sleep,
+                parts.loaded.device.link.stats,
                 executor.step_stats,
-            )  # fmt: skip
+            )
             after_s = _probe_s(assembly.core)
         slowness = (before_s + after_s) / 2 / self._probe_s
         return figures_of(replayed, workload, column.machine), slowness
@@ -415,8 +408,7 @@ def _probe_s(core: EngineCore) -> float:
     """Seconds for the same requests of the base model each time; the median of some."""
     # Each time other tokens, which no engine finds in what it has kept.
     return statistics.median(
-        _compute(core, _PROBE_PROMPTS, _PROBE_TOKENS, next(_probe_tokens))
-        for _ in range(_PROBE_REPEATS)
+        _compute(core, _PROBE_PROMPTS, _PROBE_TOKENS, next(_probe_tokens)) for _ in range(_PROBE_REPEATS)
     )
 
 

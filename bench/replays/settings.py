@@ -56,9 +56,14 @@ HOST_KV_GIB: Mapping[str, int] = {"mooncake-16": 512, "mooncake-8": 512}
 MOONCAKE = tuple(Setting("mooncake-8", rate_rps) for rate_rps in (1.2, 1.4, 1.55))
 DEFAULT_MEMORY_SETTINGS = (ZIPF_SLOW, MOONCAKE[1])
 FULL_MEMORY_SETTINGS = (
-    ZIPF_SLOW, ZIPF, GENTD26_SLOW, Setting("gentd26", 7.5), *WITH_WORKERS,
-    Setting("mooncake-16", 2.2), *MOONCAKE,
-)  # fmt: skip
+    ZIPF_SLOW,
+    ZIPF,
+    GENTD26_SLOW,
+    Setting("gentd26", 7.5),
+    *WITH_WORKERS,
+    Setting("mooncake-16", 2.2),
+    *MOONCAKE,
+)
 DEFAULT_MEMORY_POLICIES = ("corun", "lru", "discard-idle", "slora", "static-split")
 
 

@@ -9,9 +9,21 @@ from replays.settings import Setting
 from replays.verdicts import METRICS, Results, median_of
 
 _HEAD = (
-    "setting", "policy", *METRICS, "E2E", "TPOT ms", "preempted", "squashed", "refused", "K",
-    "quotas", "evicted", "GB in", "hits", "of host",
-)  # fmt: skip
+    "setting",
+    "policy",
+    *METRICS,
+    "E2E",
+    "TPOT ms",
+    "preempted",
+    "squashed",
+    "refused",
+    "K",
+    "quotas",
+    "evicted",
+    "GB in",
+    "hits",
+    "of host",
+)
 
 
 def table(results: Results) -> str:

@@ -29,10 +29,7 @@ METRICS: Mapping[str, Callable[[Figures], float]] = {
     "P99": lambda one: one.ttft_p99_s,
     "P99 slowdown": lambda one: one.slowdown_p99,
 }
-_VALUES: Mapping[str, Callable[[Figures], float]] = {
-    **METRICS,
-    "link bytes": lambda one: one.link_bytes,
-}
+_VALUES: Mapping[str, Callable[[Figures], float]] = {**METRICS, "link bytes": lambda one: one.link_bytes}
 MAX_PREEMPTED = 0.002
 MAX_PREEMPTED_HISTORY = 0.01
 MAX_SQUASHED = 0.05
@@ -128,9 +125,7 @@ def memory_bounds() -> list[Bound]:
     for setting in FULL_MEMORY_SETTINGS:
         if setting in WITH_WORKERS:
             bounds.append(
-                Bound(
-                    setting, "corun", "discard-idle", "link bytes", _MAX_LINK_SHARE, is_lower=False
-                )
+                Bound(setting, "corun", "discard-idle", "link bytes", _MAX_LINK_SHARE, is_lower=False)
             )
             continue
         for other, share in _lower_means(setting):

@@ -50,9 +50,13 @@ def _setting(
     machine: str, router: str, rate_rps: float, num_servers: int = 4, placement: str | None = None
 ) -> Setting:
     return Setting(
-        machine=machine, router=router, rate_rps=rate_rps, num_servers=num_servers,
-        placement=placement, workload=production(25 * num_servers),
-    )  # fmt: skip
+        machine=machine,
+        router=router,
+        rate_rps=rate_rps,
+        num_servers=num_servers,
+        placement=placement,
+        workload=production(25 * num_servers),
+    )
 
 
 _padded = partial(_setting, PADDED)
@@ -141,9 +145,7 @@ def _loraserve_21(num_servers: int) -> Row:
     """Adapters and load in proportion to servers."""
     num_adapters = 1000 if num_servers == _MANY else 25 * num_servers
     rate_rps = 0.95 * num_servers / 4 * PADDED_PREDICTED_RPS
-    setting = replace(
-        _padded("predicted", rate_rps, num_servers), workload=production(num_adapters)
-    )
+    setting = replace(_padded("predicted", rate_rps, num_servers), workload=production(num_adapters))
     return Row(
         f"LoRAServe 21, {num_servers} servers",
         (
@@ -179,8 +181,7 @@ def _memory(num_servers: int) -> Row:
     num_adapters = 1000 if num_servers == _MANY else 25 * num_servers
     rate_rps = 0.8 * num_servers / 4 * PADDED_PREDICTED_RPS
     setting = replace(
-        _padded("predicted", rate_rps, num_servers, placement="sticky"),
-        workload=production(num_adapters),
+        _padded("predicted", rate_rps, num_servers, placement="sticky"), workload=production(num_adapters)
     )
     return Row(
         f"memory, {num_servers} servers",
@@ -203,11 +204,15 @@ def _disturbed() -> Row:
                 ("states 0.3 s old", replace(usual, state_age_s=0.3), usual, 1.15),
                 ("16 routers", replace(usual, num_routers=16), usual, 2.0),
                 ("one server 4 x slower", replace(slower, slow_factor=_SLOW_FACTOR), slower, 1.3),
-                ("files from peers at 0.2 against 10 GB/s",
-                 replace(stored, peer_bytes_per_s=0.2e9), stored, 1.15),
+                (
+                    "files from peers at 0.2 against 10 GB/s",
+                    replace(stored, peer_bytes_per_s=0.2e9),
+                    stored,
+                    1.15,
+                ),
             )
         ),
-    )  # fmt: skip
+    )
 
 
 def _toppings(name: str, num_servers: int) -> Row:
@@ -241,11 +246,21 @@ def _toppings(name: str, num_servers: int) -> Row:
 def rows() -> Sequence[Row]:
     """All of them, those that need few servers first."""
     return (
-        _loraserve_17(), _servers_for_24(), _not_padded(LIGHT), _not_padded(EXACT),
-        _loraserve_21(12), _loraserve_22(), _memory(4), _memory(12), _disturbed(),
-        _toppings("Toppings 18", 8), _toppings("Toppings 19", 60), _loraserve_21(8),
-        _loraserve_21(60), _memory(60),
-    )  # fmt: skip
+        _loraserve_17(),
+        _servers_for_24(),
+        _not_padded(LIGHT),
+        _not_padded(EXACT),
+        _loraserve_21(12),
+        _loraserve_22(),
+        _memory(4),
+        _memory(12),
+        _disturbed(),
+        _toppings("Toppings 18", 8),
+        _toppings("Toppings 19", 60),
+        _loraserve_21(8),
+        _loraserve_21(60),
+        _memory(60),
+    )
 
 
 def capacities() -> dict[str, Setting]:
@@ -262,8 +277,7 @@ def capacities() -> dict[str, Setting]:
     }
     for machine in (LIGHT, EXACT):
         found |= {
-            f"{router}, {machine}": _setting(machine, router, 1.0)
-            for router in ("predicted", *OTHER_ROUTERS)
+            f"{router}, {machine}": _setting(machine, router, 1.0) for router in ("predicted", *OTHER_ROUTERS)
         }
         found[f"RANDOM_RPS, {machine}"] = _placed(machine, 1.0)
     return found

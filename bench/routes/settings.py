@@ -43,9 +43,7 @@ class Setting:
     def name(self) -> str:
         """For people."""
         other = [
-            f"{key} {getattr(self, key):g}"
-            for key, usual in _USUAL.items()
-            if getattr(self, key) != usual
+            f"{key} {getattr(self, key):g}" for key, usual in _USUAL.items() if getattr(self, key) != usual
         ]
         exponent = self.workload.adapters.rank_exponent
         other += [f"ranks by power {exponent:.2g}"] if exponent != 1.0 else []
@@ -59,11 +57,7 @@ class Setting:
         )
 
     def runs(
-        self,
-        num_seeds: int,
-        seconds: float,
-        capacity: Sequence[tuple[int, float]],
-        traces: Path | None,
+        self, num_seeds: int, seconds: float, capacity: Sequence[tuple[int, float]], traces: Path | None
     ) -> list[SimulatedRun]:
         """One for each seed; settings that differ in the cluster alone get the same requests.
 
@@ -104,6 +98,4 @@ def production(num_adapters: int, rank_exponent: float = 1.0) -> WorkloadSpec:
 
 
 # Toppings', section 7.4: Azure's functions are the adapters.
-FUNCTIONS = WorkloadSpec(
-    lengths=SHORT_PROMPTS, adapters=AdapterSpec(popularity="maf", ranks=TOPPINGS_RANKS)
-)
+FUNCTIONS = WorkloadSpec(lengths=SHORT_PROMPTS, adapters=AdapterSpec(popularity="maf", ranks=TOPPINGS_RANKS))

@@ -65,9 +65,12 @@ class _Foreign:
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.__array_interface__ = {
-            "data": (address, False), "shape": shape, "strides": strides, "typestr": "<u2",
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": "<u2",
             "version": 3,
-        }  # fmt: skip
+        }
 
 
 def rows_at(address: int, num_rows: int, num_columns: int, stride_bytes: int) -> np.ndarray:

@@ -34,27 +34,28 @@ _MAX_REPEATS = 5
 class _Workplace:
     """One region of random matrices with x and y, in private memory."""
 
-    def __init__(
-        self, in_features: int, columns: Sequence[int], rank: int, max_tokens: int
-    ) -> None:
+    def __init__(self, in_features: int, columns: Sequence[int], rank: int, max_tokens: int) -> None:
         rng = np.random.default_rng(0)
         self.region: Region = plan_packed(
             in_features, ITEM_BYTES, [TargetShape(rank, n, 1.0) for n in columns]
         )
         self._memory = np.zeros(self.region.num_bytes + 64, np.uint8)
         self._start = -self._memory.ctypes.data % 64
-        matrices = [
-            Matrices(_random(rng, rank, in_features), _random(rng, n, rank)) for n in columns
-        ]
+        matrices = [Matrices(_random(rng, rank, in_features), _random(rng, n, rank)) for n in columns]
         write_region(self.region, matrices, self._memory.data[self._start :])
         self._x = _random(rng, max_tokens, in_features)
         self._y = np.zeros((max_tokens, self.region.y_columns), np.uint16)
 
     def job(self, num_tokens: int) -> DeltaJob:
         return DeltaJob(
-            self.region, self._memory.ctypes.data + self._start, self._x.ctypes.data,
-            self._x.strides[0], self._y.ctypes.data, self._y.strides[0], num_tokens,
-        )  # fmt: skip
+            self.region,
+            self._memory.ctypes.data + self._start,
+            self._x.ctypes.data,
+            self._x.strides[0],
+            self._y.ctypes.data,
+            self._y.strides[0],
+            num_tokens,
+        )
 
 
 def measure(
@@ -96,9 +97,7 @@ def measure(
     return DeltaTable(tuple(points))
 
 
-def _time_us(
-    backend: DeltaBackend, job: DeltaJob, limit_s: float, clock: Callable[[], float]
-) -> float:
+def _time_us(backend: DeltaBackend, job: DeltaJob, limit_s: float, clock: Callable[[], float]) -> float:
     begin = clock()
     backend.compute(job)
     best_s = float("inf")

@@ -23,9 +23,7 @@ class NumpyDelta:
             y[:] = 0
         if not targets:
             return
-        x = self._widened(
-            "x", rows_at(job.x_address, job.num_tokens, in_features, job.x_stride_bytes)
-        )
+        x = self._widened("x", rows_at(job.x_address, job.num_tokens, in_features, job.x_stride_bytes))
         a_bits = self._scratch.take("a", np.uint32, (ranks, padded_in(job)))
         for target in targets:
             target.rows_of(a_bits).reshape(target.a.shape)[:] = target.a

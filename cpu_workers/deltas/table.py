@@ -75,8 +75,7 @@ class DeltaTable:
         curve = sorted(
             (point.shape.num_tokens, point.time_us)
             for point in points
-            if point.shape.rank_sum == nearest.rank_sum
-            and point.shape.num_values == nearest.num_values
+            if point.shape.rank_sum == nearest.rank_sum and point.shape.num_values == nearest.num_values
         )
         at_point_us = _interpolated(shape.num_tokens, curve)
         scale = shape.num_values / nearest.num_values
@@ -88,9 +87,7 @@ class DeltaTable:
         Other back ends would only cost memory.
         """
         reference = {p.shape: p.time_us for p in self.points if p.backend == keep}
-        winners = {
-            p.backend for p in self.points if p.time_us * (1 + margin) < reference[p.shape]
-        } | {keep}
+        winners = {p.backend for p in self.points if p.time_us * (1 + margin) < reference[p.shape]} | {keep}
         return DeltaTable(tuple(p for p in self.points if p.backend in winners))
 
     def to_json(self) -> dict[str, Any]:

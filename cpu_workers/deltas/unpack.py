@@ -58,12 +58,8 @@ def views(job: DeltaJob) -> Iterator[TargetViews]:
         if place.rank:
             tiles = -(-place.rank // RANKS_PER_TILE)
             groups, steps = place.padded_columns // COLUMNS_PER_GROUP, -(-place.rank // _B_UNIT)
-            a = values_at(
-                job.region_address + place.a_offset, (tiles, in_units, RANKS_PER_TILE, _A_UNIT)
-            )
-            b = values_at(
-                job.region_address + place.b_offset, (groups, steps, COLUMNS_PER_GROUP, _B_UNIT)
-            )
+            a = values_at(job.region_address + place.a_offset, (tiles, in_units, RANKS_PER_TILE, _A_UNIT))
+            b = values_at(job.region_address + place.b_offset, (groups, steps, COLUMNS_PER_GROUP, _B_UNIT))
             a, b = a.transpose(0, 2, 1, 3), b.transpose(0, 2, 1, 3)
             yield TargetViews(place, first_rank, first_column, a, b)
             first_rank += tiles * RANKS_PER_TILE

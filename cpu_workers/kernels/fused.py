@@ -33,9 +33,16 @@ def _inverse_rms(x: np.ndarray, epsilon: np.float32) -> Any:
 
 @part
 def _norm_share(
-    x: int, x_stride: int, scale: int, y: int, features: int, epsilon: np.float32,
-    rounds_twice: bool, first: int, last: int,
-) -> None:  # fmt: skip
+    x: int,
+    x_stride: int,
+    scale: int,
+    y: int,
+    features: int,
+    epsilon: np.float32,
+    rounds_twice: bool,
+    first: int,
+    last: int,
+) -> None:
     factors = carray(pointer(scale), (features,), np.float32)
     for row in range(first, last):
         values = carray(pointer(x + 2 * row * x_stride), (features,), np.uint16)
@@ -52,9 +59,16 @@ def _norm_share(
 
 @kernel(parallel=True)
 def norm(
-    x: int, x_stride: int, scale: int, y: int, num_rows: int, features: int, epsilon: np.float32,
-    rounds_twice: bool, num_threads: int,
-) -> None:  # fmt: skip
+    x: int,
+    x_stride: int,
+    scale: int,
+    y: int,
+    num_rows: int,
+    features: int,
+    epsilon: np.float32,
+    rounds_twice: bool,
+    num_threads: int,
+) -> None:
     """Write scale * x / sqrt(mean(x^2) + epsilon) of each row.
 
     x: bfloat16 [num_rows, features], ``x_stride`` values from one row to the next; y: the same
@@ -101,9 +115,16 @@ def add(a: int, b: int, y: int, num_values: int, num_threads: int) -> None:
 
 @part
 def _gated_share(
-    gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, features: int,
-    first: int, last: int,
-) -> None:  # fmt: skip
+    gate: int,
+    gate_stride: int,
+    up: int,
+    up_stride: int,
+    table: int,
+    y: int,
+    features: int,
+    first: int,
+    last: int,
+) -> None:
     activated = carray(pointer(table), (65536,), np.uint16)
     for row in range(first, last):
         gates = carray(pointer(gate + 2 * row * gate_stride), (features,), np.uint16)
@@ -124,9 +145,16 @@ def _gated_share(
 
 @kernel(parallel=True)
 def gated(
-    gate: int, gate_stride: int, up: int, up_stride: int, table: int, y: int, num_rows: int,
-    features: int, num_threads: int,
-) -> None:  # fmt: skip
+    gate: int,
+    gate_stride: int,
+    up: int,
+    up_stride: int,
+    table: int,
+    y: int,
+    num_rows: int,
+    features: int,
+    num_threads: int,
+) -> None:
     """Write activation(gate) * up of each row.
 
     gate, up: bfloat16 [num_rows, features], strides in values from one row to the next; y: the
@@ -168,41 +196,81 @@ def _rotate_heads(
 
 @part
 def _rotate_tokens(
-    x: int, token_stride: int, head_stride: int, num_heads: int, y: int, dim: int,
-    cos: int, sin: int, table_stride: int, rotary_dim: int, first: int, last: int,
-) -> None:  # fmt: skip
+    x: int,
+    token_stride: int,
+    head_stride: int,
+    num_heads: int,
+    y: int,
+    dim: int,
+    cos: int,
+    sin: int,
+    table_stride: int,
+    rotary_dim: int,
+    first: int,
+    last: int,
+) -> None:
     for token in range(first, last):
         cosines = carray(pointer(cos + 2 * token * table_stride), (rotary_dim,), np.uint16)
         sines = carray(pointer(sin + 2 * token * table_stride), (rotary_dim,), np.uint16)
         _rotate_heads(
-            x + 2 * token * token_stride, head_stride, num_heads, dim, cosines, sines,
+            x + 2 * token * token_stride,
+            head_stride,
+            num_heads,
+            dim,
+            cosines,
+            sines,
             y + 2 * token * num_heads * dim,
-        )  # fmt: skip
+        )
 
 
 @part
 def _rotate_share(
-    q: int, q_token_stride: int, q_head_stride: int, q_heads: int, q_out: int,
-    k: int, k_token_stride: int, k_head_stride: int, k_heads: int, k_out: int,
-    dim: int, cos: int, sin: int, table_stride: int, rotary_dim: int, first: int, last: int,
-) -> None:  # fmt: skip
+    q: int,
+    q_token_stride: int,
+    q_head_stride: int,
+    q_heads: int,
+    q_out: int,
+    k: int,
+    k_token_stride: int,
+    k_head_stride: int,
+    k_heads: int,
+    k_out: int,
+    dim: int,
+    cos: int,
+    sin: int,
+    table_stride: int,
+    rotary_dim: int,
+    first: int,
+    last: int,
+) -> None:
     _rotate_tokens(
-        q, q_token_stride, q_head_stride, q_heads, q_out, dim,
-        cos, sin, table_stride, rotary_dim, first, last,
-    )  # fmt: skip
+        q, q_token_stride, q_head_stride, q_heads, q_out, dim, cos, sin, table_stride, rotary_dim, first, last
+    )
     _rotate_tokens(
-        k, k_token_stride, k_head_stride, k_heads, k_out, dim,
-        cos, sin, table_stride, rotary_dim, first, last,
-    )  # fmt: skip
+        k, k_token_stride, k_head_stride, k_heads, k_out, dim, cos, sin, table_stride, rotary_dim, first, last
+    )
 
 
 @kernel(parallel=True)
 def rotate(
-    q: int, q_token_stride: int, q_head_stride: int, q_heads: int, q_out: int,
-    k: int, k_token_stride: int, k_head_stride: int, k_heads: int, k_out: int,
-    dim: int, cos: int, sin: int, table_stride: int, rotary_dim: int, num_tokens: int,
+    q: int,
+    q_token_stride: int,
+    q_head_stride: int,
+    q_heads: int,
+    q_out: int,
+    k: int,
+    k_token_stride: int,
+    k_head_stride: int,
+    k_heads: int,
+    k_out: int,
+    dim: int,
+    cos: int,
+    sin: int,
+    table_stride: int,
+    rotary_dim: int,
+    num_tokens: int,
     num_threads: int,
-) -> None:  # fmt: skip
+) -> None:
     """Rotate pairs (i, i + rotary_dim / 2) of the first ``rotary_dim`` values of each head.
 
     q, k: bfloat16, a value per (token, head, dim) at the given strides, dim without gaps; q_out,
@@ -212,9 +280,24 @@ def rotate(
     num_threads: at most as many as numba has started.
     """
     whole = (
-        q, q_token_stride, q_head_stride, q_heads, q_out, k, k_token_stride, k_head_stride,
-        k_heads, k_out, dim, cos, sin, table_stride, rotary_dim, np.int64(0), num_tokens,
-    )  # fmt: skip
+        q,
+        q_token_stride,
+        q_head_stride,
+        q_heads,
+        q_out,
+        k,
+        k_token_stride,
+        k_head_stride,
+        k_heads,
+        k_out,
+        dim,
+        cos,
+        sin,
+        table_stride,
+        rotary_dim,
+        np.int64(0),
+        num_tokens,
+    )
     share = address_of(_rotate_share, whole)
     if num_threads == 1 or num_tokens * (q_heads + k_heads) * dim <= _SERIAL_VALUES:
         call_function(share, whole)
@@ -225,7 +308,22 @@ def rotate(
         call_function(
             share,
             (
-                q, q_token_stride, q_head_stride, q_heads, q_out, k, k_token_stride, k_head_stride,
-                k_heads, k_out, dim, cos, sin, table_stride, rotary_dim, first, last,
+                q,
+                q_token_stride,
+                q_head_stride,
+                q_heads,
+                q_out,
+                k,
+                k_token_stride,
+                k_head_stride,
+                k_heads,
+                k_out,
+                dim,
+                cos,
+                sin,
+                table_stride,
+                rotary_dim,
+                first,
+                last,
             ),
-        )  # fmt: skip
+        )

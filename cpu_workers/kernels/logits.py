@@ -22,9 +22,15 @@ def _mask_word(values: np.ndarray, bits: np.int32) -> None:
 
 @kernel("void(int64, int64, int64, int64, int64, int64, int64, int64)")
 def adjust_logits(
-    logits: int, num_columns: int, masks: int, mask_rows: int, num_masks: int, num_words: int,
-    entries: int, num_entries: int,
-) -> None:  # fmt: skip
+    logits: int,
+    num_columns: int,
+    masks: int,
+    mask_rows: int,
+    num_masks: int,
+    num_words: int,
+    entries: int,
+    num_entries: int,
+) -> None:
     """Set logits without a bit to -inf, then add values to single logits.
 
     logits: float32 [rows, num_columns], without gaps.
@@ -60,7 +66,6 @@ def adjust_logits(
         token = np.int64(targets[1, number])
         if 0 <= token < num_columns:
             row = carray(
-                pointer(logits + 4 * np.int64(targets[0, number]) * num_columns),
-                (num_columns,), np.float32,
-            )  # fmt: skip
+                pointer(logits + 4 * np.int64(targets[0, number]) * num_columns), (num_columns,), np.float32
+            )
             row[token] += added[number]

@@ -18,10 +18,7 @@ with OpenAI(base_url=url, api_key=key) as client:
     print(answer.choices[0].message.content)  # HELLO WORLD
 
     stream = client.chat.completions.create(
-        model="reverse",
-        messages=[{"role": "user", "content": "desserts"}],
-        temperature=0,
-        stream=True,
+        model="reverse", messages=[{"role": "user", "content": "desserts"}], temperature=0, stream=True
     )
     for chunk in stream:
         print(chunk.choices[0].delta.content or "", end="")  # stressed

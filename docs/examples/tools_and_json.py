@@ -36,24 +36,16 @@ with OpenAI(base_url=url, api_key=key) as client:
     asked: ChatCompletionMessageParam = {
         "role": "assistant",
         "tool_calls": [
-            {
-                "id": calls[0].id,
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
+            {"id": calls[0].id, "type": "function", "function": {"name": name, "arguments": arguments}}
         ],
     }
-    result: ChatCompletionMessageParam = {
-        "role": "tool", "tool_call_id": calls[0].id, "content": "sunny",
-    }  # fmt: skip
+    result: ChatCompletionMessageParam = {"role": "tool", "tool_call_id": calls[0].id, "content": "sunny"}
     answer = client.chat.completions.create(
         model="tools", messages=[question, asked, result], tools=[WEATHER]
     )
     print(answer.choices[0].message.content)  # The answer is sunny.
 
     parsed = client.chat.completions.parse(
-        model="tools",
-        messages=[{"role": "user", "content": "Anna is 31 years old"}],
-        response_format=Person,
+        model="tools", messages=[{"role": "user", "content": "Anna is 31 years old"}], response_format=Person
     )
     print(parsed.choices[0].message.parsed)  # name='Anna' age=31

@@ -141,8 +141,7 @@ class Copied:
         self._copier.await_readers(self._lane)
         self._memory = self._copier.memory(self._placement.num_bytes, offset_bytes)
         self._adapter = DeviceAdapter(
-            PlacedMatrices(self._placement, self._memory),
-            known_entries=self._placement.entries(self._memory),
+            PlacedMatrices(self._placement, self._memory), known_entries=self._placement.entries(self._memory)
         )
         for group in self._groups:
             group.event = self._copier.device.event()
@@ -303,10 +302,7 @@ class Copied:
         places, first = self._host.places, group.span.first
         for region in range(first + 1, group.span.end + 1):
             before = places[region - 1]
-            follows = (
-                region < group.span.end
-                and places[region].offset == before.offset + before.num_bytes
-            )
+            follows = region < group.span.end and places[region].offset == before.offset + before.num_bytes
             if not follows:
                 start = self._placement.start_bytes(first)
                 source = self._host.bytes_of(first, region)

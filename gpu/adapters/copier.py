@@ -42,9 +42,13 @@ class DeviceLayout:
     """The layout of one adapter: its regions as they are, or each matrix as plain rows."""
 
     def __init__(
-        self, layout: AdapterLayout, plans: Sequence[GroupPlan], group_of_layer: Sequence[int],
-        *, is_packed: bool,
-    ) -> None:  # fmt: skip
+        self,
+        layout: AdapterLayout,
+        plans: Sequence[GroupPlan],
+        group_of_layer: Sequence[int],
+        *,
+        is_packed: bool,
+    ) -> None:
         """``plans``: one per region, layers ascending; ``group_of_layer``: ascending, by layer."""
         self._layout = layout
         self.group_of_layer = group_of_layer
@@ -58,9 +62,7 @@ class DeviceLayout:
         for plan, found in zip(plans, self.matrices, strict=True):
             self._place(plan.region.num_bytes, found)
         self._region_of = {
-            one.target.index: (region, one)
-            for region, found in enumerate(self.matrices)
-            for one in found
+            one.target.index: (region, one) for region, found in enumerate(self.matrices) for one in found
         }
         self._targets = np.array(list(self._region_of), np.int64)
         self._offset_of = dict(zip(self._region_of, self._offsets, strict=True))
@@ -89,10 +91,14 @@ class DeviceLayout:
         """The kernels' table entries for the adapter in ``memory``."""
         base = memory.data_ptr()
         return TableEntries(
-            self._targets, self._a_offsets + base, self._b_offsets + base, self._ranks,
-            self._scalings, np.where(self._factor_offsets, self._factor_offsets + base, 0),
+            self._targets,
+            self._a_offsets + base,
+            self._b_offsets + base,
+            self._ranks,
+            self._scalings,
+            np.where(self._factor_offsets, self._factor_offsets + base, 0),
             self._max_rank,
-        )  # fmt: skip
+        )
 
     def views(self, target_index: int, memory: torch.Tensor) -> PackedLora:
         """One target's matrices in ``memory``. Raises ``KeyError`` if the adapter has none."""
@@ -131,12 +137,13 @@ class DeviceLayout:
         if self.is_packed:
             self._offsets += [
                 (
-                    start + one.a_offset, start + one.b_offset,
+                    start + one.a_offset,
+                    start + one.b_offset,
                     start + one.factor_offset if one.factor_offset else 0,
                     start + one.rows_offset if one.num_rows else 0,
                 )
                 for one in found
-            ]  # fmt: skip
+            ]
             self._starts.append(start + region_bytes)
             return
         for one in found:
@@ -229,9 +236,13 @@ class AdapterCopier:
     """Places and copies adapters on the device; used only by the thread that owns the device."""
 
     def __init__(
-        self, device: TorchDevice, where: torch.device, layout: AdapterLayout,
-        wanted: MatrixLayout, slab: SlabSize | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        device: TorchDevice,
+        where: torch.device,
+        layout: AdapterLayout,
+        wanted: MatrixLayout,
+        slab: SlabSize | None = None,
+    ) -> None:
         """Make the streams, and the slab, which CUDA requires.
 
         Args:
@@ -296,9 +307,10 @@ class AdapterCopier:
         )
         rows = [rows for plan in plans for rows in plan.rows if rows is not None]
         return (
-            matrix_bytes + sum(map(aligned_factor_bytes, scaled))
+            matrix_bytes
+            + sum(map(aligned_factor_bytes, scaled))
             + sum(own_bytes(one.num_rows, one.target, self.layout.dtype) for one in rows)
-        )  # fmt: skip
+        )
 
     def place(self, plans: Sequence[GroupPlan], group_of_layer: Sequence[int]) -> DeviceLayout:
         """The layout of an adapter, the same for every load."""

@@ -42,9 +42,7 @@ class _Waiting:
 class AdapterFetcher:
     """Owns the thread that fetches. All methods belong to the engine's thread."""
 
-    def __init__(
-        self, fetch: FetchAdapter, notify: Callable[[], None], cpus: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, fetch: FetchAdapter, notify: Callable[[], None], cpus: tuple[int, ...] = ()) -> None:
         """Start the thread.
 
         Args:

@@ -62,18 +62,22 @@ class HostAdapters:
     """The store and its path to the device. Owns ``arena``, which workers may read."""
 
     def __init__(
-        self, device: TorchDevice, backend: LoraBackend, dtype: torch.dtype, where: torch.device,
-        target_map: TargetMap, size: ArenaSize, open_source: OpenSource,
+        self,
+        device: TorchDevice,
+        backend: LoraBackend,
+        dtype: torch.dtype,
+        where: torch.device,
+        target_map: TargetMap,
+        size: ArenaSize,
+        open_source: OpenSource,
         group_layers: GroupLayers = one_group,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make the arena. Must precede the device's first operation, as it makes streams.
 
         Raises ``SpaceError`` if the machine has too little memory, ``ResourceError`` if the slab
         is too small, ``DeviceError`` if the device refuses the arena.
         """
-        layout = AdapterLayout(
-            target_map, backend.layout if size.is_device_memory else PACKED, dtype
-        )
+        layout = AdapterLayout(target_map, backend.layout if size.is_device_memory else PACKED, dtype)
         self._layout = layout
         self._backend = backend
         self._group_layers = group_layers
@@ -141,21 +145,24 @@ class HostAdapters:
         if any(at.factor_offset for plan in facts.plans for at in plan.region.targets):
             self._backend.prepare_factors()
             not_by_workers.append("DoRA")
-        changed = [
-            one.target
-            for plan in facts.plans
-            for one in (*plan.loras, *plan.rows)
-            if one is not None
-        ]
+        changed = [one.target for plan in facts.plans for one in (*plan.loras, *plan.rows) if one is not None]
         if any(target.is_embedding for target in changed):
             not_by_workers.append("embeddings")
         if any(target.is_head for target in changed):
             not_by_workers.append("the output head")
         return RegisteredAdapter(
-            facts.digest, facts.rank, num_bytes, facts.host_bytes, rank_sums,
-            tuple(group_bytes), group_of_layer, " and ".join(not_by_workers), facts.left_out,
-            facts.is_kept, _vocab_size(facts.plans),
-        )  # fmt: skip
+            facts.digest,
+            facts.rank,
+            num_bytes,
+            facts.host_bytes,
+            rank_sums,
+            tuple(group_bytes),
+            group_of_layer,
+            " and ".join(not_by_workers),
+            facts.left_out,
+            facts.is_kept,
+            _vocab_size(facts.plans),
+        )
 
     def fetch(self, digest: str, path: AdapterPath, place: HostPlace) -> AdapterLoad:
         """Start to bring the adapter with this content to the device; see ``AdapterStore.fetch``.
@@ -194,9 +201,7 @@ class HostAdapters:
                 f"{self.arena.capacity_bytes} bytes; raise --host-adapter-bytes"
             )
 
-    def _device_bytes(
-        self, path: AdapterPath, plans: Sequence[GroupPlan], host_bytes: Sequence[int]
-    ) -> int:
+    def _device_bytes(self, path: AdapterPath, plans: Sequence[GroupPlan], host_bytes: Sequence[int]) -> int:
         """Device memory of an adapter. Raises ``AdapterError`` if it can never fit."""
         num_bytes = sum(host_bytes)
         if self._copier is not None:
@@ -208,9 +213,7 @@ class HostAdapters:
             )
         return num_bytes
 
-    def _layers_of(
-        self, plans: Sequence[GroupPlan]
-    ) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+    def _layers_of(self, plans: Sequence[GroupPlan]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
         """Bytes copied over the link and sums of ranks, by layer."""
         layer_bytes = [0] * self._num_layers
         rank_sums = [[0] * self._num_groups for _ in range(self._num_layers)]

@@ -106,9 +106,7 @@ class AdapterLoader:
         self._may_look.set()
         self._closed = False
         self._fetcher = AdapterFetcher(fetch, notify, fetch_cpus)
-        self._thread = threading.Thread(
-            target=self._watch, name="corun-adapter-copies", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, name="corun-adapter-copies", daemon=True)
         self._thread.start()
 
     @property

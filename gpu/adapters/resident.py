@@ -95,9 +95,7 @@ class ResidentAdapters:
                 self._results.append(TransferProgress(event.transfer_id, event.num_groups))
             elif isinstance(event, ReadProgress):
                 reading = event.reading
-                self._results.append(
-                    TransferRead(event.transfer_id, reading.num_groups, reading.duration_s)
-                )
+                self._results.append(TransferRead(event.transfer_id, reading.num_groups, reading.duration_s))
             else:
                 self._end_load(event)
 
@@ -107,9 +105,7 @@ class ResidentAdapters:
         self._resident.clear()
         self._table.clear()
 
-    def _enter(
-        self, adapter_id: AdapterId, adapter: DeviceAdapter, arriving: Copied | None
-    ) -> str | None:
+    def _enter(self, adapter_id: AdapterId, adapter: DeviceAdapter, arriving: Copied | None) -> str | None:
         """Add an adapter to the table; returns the reason if this fails."""
         try:
             row = self._table.add(adapter)

@@ -14,13 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ...runtime.adapters.digest import ContentDigest
-from ...runtime.adapters.resolved import (
-    AdapterPath,
-    AdapterReader,
-    RawTensor,
-    ResolvedAdapter,
-    TakeTensor,
-)
+from ...runtime.adapters.resolved import AdapterPath, AdapterReader, RawTensor, ResolvedAdapter, TakeTensor
 from ...runtime.errors import AdapterUnavailableError, CorunError, ResourceError
 from ...runtime.plan import HostPlace, HostPlaceId
 from ...shm.arena import ArenaEntry, HostArena, extent_sizes
@@ -106,9 +100,7 @@ class AdapterReading:
     def wait(self, num_regions: int, timeout_s: float) -> bool:
         """Wait until this many regions are whole; False if they cannot be, or on time-out."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._num_regions >= num_regions or self._is_over, timeout_s
-            )
+            self._changed.wait_for(lambda: self._num_regions >= num_regions or self._is_over, timeout_s)
             return self._num_regions >= num_regions
 
     def _advance(self, num_regions: int, duration_s: float) -> None:
@@ -153,9 +145,8 @@ class HostAdapter:
     """One adapter in the arena, or being read into it; referenced until ``release``."""
 
     def __init__(
-        self, arena: HostArena, entry: ArenaEntry, memory: torch.Tensor,
-        reading: AdapterReading | None = None,
-    ) -> None:  # fmt: skip
+        self, arena: HostArena, entry: ArenaEntry, memory: torch.Tensor, reading: AdapterReading | None = None
+    ) -> None:
         """``memory``: the arena's bytes, uint8. ``reading``: what fills the entry, if anything."""
         self._arena = arena
         self._entry = entry
@@ -213,17 +204,14 @@ class AdapterStore:
     """Owns the arena. ``register`` and ``fetch`` may run in different threads."""
 
     def __init__(
-        self, arena: HostArena, layout: AdapterLayout, open_source: OpenSource,
-        device: TorchDevice,
-    ) -> None:  # fmt: skip
+        self, arena: HostArena, layout: AdapterLayout, open_source: OpenSource, device: TorchDevice
+    ) -> None:
         """Takes ownership of ``arena``."""
         self.layout = layout
         self._arena = arena
         self._open = open_source
         self._memory = device.register(arena.segment.pages, name="adapters")
-        self._bytes: torch.Tensor | None = self._memory.tensor(
-            0, (arena.segment.num_bytes,), torch.uint8
-        )
+        self._bytes: torch.Tensor | None = self._memory.tensor(0, (arena.segment.num_bytes,), torch.uint8)
         self._contents: dict[str, ContentDigest] = {}  # of registered adapters, by name
 
     def outline(self, path: AdapterPath) -> tuple[ResolvedAdapter, tuple[GroupPlan, ...]]:
@@ -249,9 +237,8 @@ class AdapterStore:
             self._contents[digest.hexadecimal] = digest
             adapter = source.adapter
             return StoredFacts(
-                digest.hexadecimal, adapter.max_rank, plans, host_bytes, adapter.left_out,
-                entry is not None,
-            )  # fmt: skip
+                digest.hexadecimal, adapter.max_rank, plans, host_bytes, adapter.left_out, entry is not None
+            )
 
     def fetch(self, digest: str, path: AdapterPath, place: HostPlace) -> HostAdapter:
         """Refer to the registered adapter with this content.

@@ -47,10 +47,7 @@ class NumbaAttention:
     name = "numba"
 
     def __init__(self, *, tag: np.generic | None = None) -> None:
-        self._tags = {
-            torch.float32: FLOAT32,
-            torch.bfloat16: bfloat16_tag() if tag is None else tag,
-        }
+        self._tags = {torch.float32: FLOAT32, torch.bfloat16: bfloat16_tag() if tag is None else tag}
         self._kinds: dict[Hashable, _LayerKind] = {}
         self._scratch_bytes: dict[Shape, tuple[int, int]] = {}  # per thread, per partial result
         self._scratch = np.empty(0, np.uint8)
@@ -153,9 +150,14 @@ def _shape_of(heads: int, key_blocks: torch.Tensor, value_blocks: torch.Tensor) 
         blocks.stride() for blocks in (key_blocks, value_blocks)
     )
     return make_shape(
-        heads, kv_heads, block_size, key_dim, value_blocks.shape[3], key_blocks.itemsize,
+        heads,
+        kv_heads,
+        block_size,
+        key_dim,
+        value_blocks.shape[3],
+        key_blocks.itemsize,
         (key_block, key_head, value_block, value_head),
-    )  # fmt: skip
+    )
 
 
 def _make_kind(shape: Shape, window: int, tag: np.generic) -> _LayerKind:

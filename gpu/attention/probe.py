@@ -107,6 +107,5 @@ def _inputs(metadata: AttentionMetadata, shape: LayerShape) -> list[torch.Tensor
         (num_blocks, kv_heads, block_size, shape.value_dim),
     )
     return [
-        torch.randn(size, generator=generator).to(device=shape.device, dtype=shape.dtype)
-        for size in sizes
+        torch.randn(size, generator=generator).to(device=shape.device, dtype=shape.dtype) for size in sizes
     ]

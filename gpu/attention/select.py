@@ -26,9 +26,7 @@ class _UnusableError(Exception):
     """A back end cannot serve this device and dtype; the message says why."""
 
 
-def select_attention_backend(
-    name: str, *, device: torch.device, dtype: torch.dtype
-) -> AttentionBackend:
+def select_attention_backend(name: str, *, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """Make the back end called ``name``, or for ``auto`` the fastest that works here.
 
     The kernels of the numba back end are compiled, or loaded from its cache, by this call.

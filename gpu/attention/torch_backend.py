@@ -38,11 +38,7 @@ def causal_mask(
 
 
 def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    params: AttentionParams,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
     """softmax(softcap(query @ key^T * scaling)) @ value with explicit scores.
 
@@ -202,8 +198,6 @@ def attend_chunk(
         end = min(start + tile, num_tokens)
         last = num_positions - num_tokens + end
         mask = causal_mask(end - start, last, params.sliding_window, query.device)
-        part = masked_attention(
-            grouped[:, :, start:end], keys[:, :last], values[:, :last], mask, params
-        )
+        part = masked_attention(grouped[:, :, start:end], keys[:, :last], values[:, :last], mask, params)
         attended[start:end] = part.permute(2, 0, 1, 3).flatten(1, 2)
     return attended

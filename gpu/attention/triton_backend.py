@@ -123,9 +123,8 @@ class TritonAttention:
         key_pad = max(_MIN_TILE, _next_power_of_2(key_dim))
         value_pad = max(_MIN_TILE, _next_power_of_2(value_dim))
         tile_m, tile_n = tile_shape(
-            group_pad, key_pad, value_pad, query.element_size(), self._shared_bytes,
-            is_decode=is_decode,
-        )  # fmt: skip
+            group_pad, key_pad, value_pad, query.element_size(), self._shared_bytes, is_decode=is_decode
+        )
         num_tiles, num_splits, split_tokens = 1, 1, 0
         if is_decode:
             num_splits, split_tokens = _splits(metadata, kv_heads, tile_n, params.sliding_window)
@@ -200,9 +199,8 @@ def _next_power_of_2(number: int) -> int:
 
 
 def tile_shape(
-    group_pad: int, key_pad: int, value_pad: int, element_bytes: int, shared_bytes: int,
-    *, is_decode: bool,
-) -> tuple[int, int]:  # fmt: skip
+    group_pad: int, key_pad: int, value_pad: int, element_bytes: int, shared_bytes: int, *, is_decode: bool
+) -> tuple[int, int]:
     """Rows (query tokens x heads of a group) and keys of a tile.
 
     A tile of keys and one of values take up to 32 KiB of shared memory each, less on devices with

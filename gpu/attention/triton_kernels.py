@@ -17,10 +17,8 @@ import triton.language as tl
 
 
 @triton.jit(
-    do_not_specialize=[
-        "key_stride_token", "key_stride_head", "value_stride_token", "value_stride_head"
-    ]
-)  # fmt: skip
+    do_not_specialize=["key_stride_token", "key_stride_head", "value_stride_token", "value_stride_head"]
+)
 def write_kv_kernel(
     key: tl.tensor,  # [tokens, kv_heads, KEY_DIM]
     value: tl.tensor,  # [tokens, kv_heads, VALUE_DIM]
@@ -59,9 +57,7 @@ def write_kv_kernel(
     tl.store(target + offset * VALUE_DIM + dims, loaded, mask=dims < VALUE_DIM)
 
 
-@triton.jit(
-    do_not_specialize=["query_stride_token", "query_stride_head", "table_stride", "split_tokens"]
-)
+@triton.jit(do_not_specialize=["query_stride_token", "query_stride_head", "table_stride", "split_tokens"])
 def attend_kernel(
     query: tl.tensor,  # [tokens, heads, KEY_DIM]
     key_blocks: tl.tensor,

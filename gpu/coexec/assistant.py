@@ -74,21 +74,15 @@ class AssistedPass:
         failure = self._exchange.take_failure(timeout_s=_RESULT_TIMEOUT_S)
         if failure is None:
             return void_spans
-        _LOG.warning(
-            "CPU worker exchange failed; cold rows of this step will be recomputed: %s", failure
-        )
+        _LOG.warning("CPU worker exchange failed; cold rows of this step will be recomputed: %s", failure)
         return self._cold_spans
 
     def _take_results(self, gateway: WorkerGateway) -> frozenset[tuple[int, int]]:
         try:
             return gateway.collect(self._invocations, timeout_s=_RESULT_TIMEOUT_S)
         except ShmError as error:
-            _LOG.warning(
-                "results of CPU workers are missing; their rows will be recomputed: %s", error
-            )
-            return frozenset(
-                (job.start, job.end) for jobs in self._invocations.values() for job in jobs
-            )
+            _LOG.warning("results of CPU workers are missing; their rows will be recomputed: %s", error)
+            return frozenset((job.start, job.end) for jobs in self._invocations.values() for job in jobs)
 
     def abandon(self) -> None:
         """End a pass that raised: the workers complete its jobs, and the results are dropped."""
@@ -100,11 +94,7 @@ class Assistant:
     """Makes the passes of one engine. ``gateway`` None = no workers: layers only wait for loads."""
 
     def __init__(
-        self,
-        handover: Handover,
-        backend: LoraBackend,
-        gateway: WorkerGateway | None,
-        num_layers: int,
+        self, handover: Handover, backend: LoraBackend, gateway: WorkerGateway | None, num_layers: int
     ) -> None:
         self.handover = handover
         self._backend = backend
@@ -169,8 +159,6 @@ def _within_reach(row: ColdRow) -> ColdRow:
 def _arrivals(rows: Sequence[ColdRow], layer: int) -> tuple[Arrival, ...]:
     """What the device's deltas of a layer wait for, each event once."""
     found = [
-        row.arriving.arrival(layer)
-        for row in rows
-        if row.arriving is not None and row.split_layer <= layer
+        row.arriving.arrival(layer) for row in rows if row.arriving is not None and row.split_layer <= layer
     ]
     return tuple({arrival.event: arrival for arrival in found if arrival is not None}.values())

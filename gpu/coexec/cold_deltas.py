@@ -84,11 +84,7 @@ class ColdDeltas:
             self._sent.add(id(invocation))
 
     def add(
-        self,
-        group: Hashable,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
+        self, group: Hashable, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int]
     ) -> None:
         """Add the device's own deltas, then those of the workers as they arrive."""
         key = _key(group)

@@ -182,14 +182,10 @@ class WorkerGateway:
             first_layer = end_layer
         return {key: tasks[key] for key in sorted(tasks)}
 
-    def _places(
-        self, rows: Sequence[AssistedRow], layer: int, workers: Sequence[int]
-    ) -> tuple[_Place, ...]:
+    def _places(self, rows: Sequence[AssistedRow], layer: int, workers: Sequence[int]) -> tuple[_Place, ...]:
         """Distribute the tokens of rows that are assisted in ``layer`` over the workers."""
         num_tokens = [row.end - row.start if row.split_layer > layer else 0 for row in rows]
-        slices = split_tokens(
-            num_tokens, num_cores=len(workers), tokens_per_core=self._tokens_per_worker
-        )
+        slices = split_tokens(num_tokens, num_cores=len(workers), tokens_per_core=self._tokens_per_worker)
         return tuple(
             _Place(
                 part.request,
@@ -240,14 +236,9 @@ class WorkerGateway:
                     duration_us = max(1, round(self._predict_s(shape.region, num_tokens) * 1e6))
                     predicted_us[shape, num_tokens] = duration_us
                 slices[place.worker].append(
-                    SliceJob(
-                        group.arena_offset, num_tokens, shape.in_features, shape.y_columns,
-                        duration_us,
-                    )
-                )  # fmt: skip
-        jobs = {
-            worker: iter(self._pool.submit(worker, wanted)) for worker, wanted in slices.items()
-        }
+                    SliceJob(group.arena_offset, num_tokens, shape.in_features, shape.y_columns, duration_us)
+                )
+        jobs = {worker: iter(self._pool.submit(worker, wanted)) for worker, wanted in slices.items()}
         views = _PassViews(self._rings)
         invocations = {}
         for key, found in tasks.items():
@@ -256,10 +247,18 @@ class WorkerGateway:
                 job = next(jobs[place.worker])
                 made.append(
                     Invocation(
-                        key, place.worker, job.sequence, place.start, place.end, group.shape,
-                        views, job.x_offset, job.y_offset, *self._words[place.worker],
+                        key,
+                        place.worker,
+                        job.sequence,
+                        place.start,
+                        place.end,
+                        group.shape,
+                        views,
+                        job.x_offset,
+                        job.y_offset,
+                        *self._words[place.worker],
                     )
-                )  # fmt: skip
+                )
             invocations[key] = tuple(made)
         return invocations
 

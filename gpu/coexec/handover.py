@@ -80,9 +80,7 @@ class Handover(Protocol):
 class AddDeltas(Protocol):
     """Adds the workers' results to the base products."""
 
-    def __call__(
-        self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]
-    ) -> None:
+    def __call__(self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
         """Add ``invocation.y`` to the invocation's tokens of ys, one per target of the group.
 
         Enqueued on ``exchange.compute``, to which y is visible.
@@ -129,13 +127,9 @@ class AddByCopy:
 
     def __init__(self, max_slice_tokens: int, max_columns: int, device: torch.device) -> None:
         """``max_columns``: padded columns of all targets of the widest group together."""
-        self._flat = torch.empty(
-            max_slice_tokens * max_columns, dtype=torch.bfloat16, device=device
-        )
+        self._flat = torch.empty(max_slice_tokens * max_columns, dtype=torch.bfloat16, device=device)
 
-    def __call__(
-        self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]
-    ) -> None:
+    def __call__(self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
         """Add one invocation's y; the stream owns the buffer, so the next invocation waits."""
         y = invocation.y
         landed = self._flat[: y.numel()].view(y.shape)

@@ -333,9 +333,7 @@ class CpuDevice:
         """An event behind everything enqueued on the stream, and the number of operations."""
         marker = self._events.take()
         slot = self._events.begin_record(marker)
-        number = thread.enqueue(
-            lambda: self._events.finish_record(slot, marker.generation), always=True
-        )
+        number = thread.enqueue(lambda: self._events.finish_record(slot, marker.generation), always=True)
         return marker, number
 
     def _unregister(self, memory: HostMemory) -> None:

@@ -109,9 +109,7 @@ class StreamThread:
             self.error = error
 
     def _start(self) -> None:
-        self._thread = threading.Thread(
-            target=self._loop, name=f"corun-stream-{self.name}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop, name=f"corun-stream-{self.name}", daemon=True)
         self._thread.start()
 
     def _put(self, item: tuple[bool, Operation] | None) -> None:

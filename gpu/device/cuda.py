@@ -183,11 +183,7 @@ class Transfers:
         return Direction.TO_DEVICE if to_device else Direction.TO_HOST
 
     def enqueue(
-        self,
-        state: StreamState,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        direction: Direction | None,
+        self, state: StreamState, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None
     ) -> None:
         """Enqueue a copy in the ``direction`` that ``check`` returned."""
         if direction is None:
@@ -268,9 +264,7 @@ class CudaDevice:
         self._outstanding = OutstandingWaits()
         self._has_begun = False
         self._is_closed = False
-        self._agent = HostAgent(
-            runtime, on_failure=self.streams.fail, has_failed=self.streams.has_failed
-        )
+        self._agent = HostAgent(runtime, on_failure=self.streams.fail, has_failed=self.streams.has_failed)
         self._entered: set[int] = set()
         self._enter()  # without it a device other than the first has another context
         self._events = EventPool(runtime, options.num_events)
@@ -338,9 +332,7 @@ class CudaDevice:
         direction = self._transfers.check(destination, source)
         if not state.is_left_out and source.numel() > 0:
             self._enqueue(state, lambda: self._gates.hold_for_signals(state))
-            self._enqueue(
-                state, lambda: self._transfers.enqueue(state, destination, source, direction)
-            )
+            self._enqueue(state, lambda: self._transfers.enqueue(state, destination, source, direction))
 
     def signal(self, stream: Stream, word: Word, value: int) -> None:
         state = self._begin(stream)
@@ -511,8 +503,7 @@ class CudaDevice:
         waits = self._outstanding.open()
         if waits:
             raise DeviceError(
-                f"{what} while a stream waits for word {waits[0][0].name!r}: CUDA may then wait "
-                "for ever"
+                f"{what} while a stream waits for word {waits[0][0].name!r}: CUDA may then wait for ever"
             )
 
     def _check_open(self) -> None:

@@ -41,13 +41,7 @@ class BounceCopies:
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        work: HostWork,
-        *,
-        chunk_bytes: int,
-        num_chunks: int,
-        timeout_s: float,
+        self, runtime: Runtime, work: HostWork, *, chunk_bytes: int, num_chunks: int, timeout_s: float
     ) -> None:
         self._runtime = runtime
         self._work = work
@@ -67,9 +61,7 @@ class BounceCopies:
             enqueue = self._to_device if to_device else self._to_host
             enqueue(state, destination[start:end], source[start:end])
 
-    def _to_device(
-        self, state: StreamState, destination: torch.Tensor, source: torch.Tensor
-    ) -> None:
+    def _to_device(self, state: StreamState, destination: torch.Tensor, source: torch.Tensor) -> None:
         chunk = self._take_chunk()
         buffer = chunk[: source.numel()]
         _copy_on_host(buffer, source)
@@ -81,9 +73,7 @@ class BounceCopies:
         buffer = chunk[: source.numel()]
         self._runtime.copy(state.handle, buffer, source)
         self._work.after(
-            state,
-            lambda: _copy_on_host(destination, buffer),
-            at_end=lambda: self._give_chunk(chunk),
+            state, lambda: _copy_on_host(destination, buffer), at_end=lambda: self._give_chunk(chunk)
         )
 
     def _await_host_work(self, state: StreamState) -> None:

@@ -97,10 +97,7 @@ class Registrations:
             )
         with self._lock:
             for piece in self._pieces:
-                if (
-                    address < piece.address + piece.num_bytes
-                    and piece.address < address + num_bytes
-                ):
+                if address < piece.address + piece.num_bytes and piece.address < address + num_bytes:
                     raise DeviceError(
                         f"{num_bytes} bytes at {address:#x} overlap with the {piece.num_bytes} "
                         f"already registered at {piece.address:#x}"
@@ -165,10 +162,7 @@ def register_memory(
 
     try:
         registered = HostMemory(
-            memory,
-            name=name,
-            device_address=_common_device_address(name, pieces),
-            unregister=unregister,
+            memory, name=name, device_address=_common_device_address(name, pieces), unregister=unregister
         )
         if registered.device_address and not runtime.is_pinned(_first_byte(registered)):
             raise DeviceError(f"{name} is registered, but the driver does not report it as pinned")

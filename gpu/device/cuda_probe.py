@@ -30,13 +30,7 @@ WORD_OFFSET = 64
 # On an idle stream a wait for a reached value ends within this time.
 _TOO_EARLY_S = 2e-3
 # Stored and awaited values: equal, exceeded, and at the limits of signed and unsigned numbers.
-_ROUNDS = (
-    (1, 1),
-    (2**31 - 1, 2**31 - 1),
-    (2**31 + 5, 2**31),
-    (2**32 - 1, 2**32 - 1),
-    (2**32 + 2, 2**32),
-)
+_ROUNDS = ((1, 1), (2**31 - 1, 2**31 - 1), (2**31 + 5, 2**31), (2**32 - 1, 2**32 - 1), (2**32 + 2, 2**32))
 
 
 class ProbeError(DeviceError):

@@ -129,9 +129,7 @@ class TorchRuntime:
         with torch.cuda.stream(stream):
             compute()
 
-    def copy(
-        self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor
-    ) -> None:
+    def copy(self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
         with _device_errors(), torch.cuda.stream(stream):
             destination.view(-1).copy_(source.view(-1), non_blocking=True)
 

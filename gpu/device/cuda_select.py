@@ -27,14 +27,7 @@ from .cuda_probe import (
     probe_wait,
 )
 from .cuda_runtime import Runtime
-from .cuda_signals import (
-    HostSignaller,
-    HostWaiter,
-    Signaller,
-    StreamOpSignaller,
-    StreamOpWaiter,
-    Waiter,
-)
+from .cuda_signals import HostSignaller, HostWaiter, Signaller, StreamOpSignaller, StreamOpWaiter, Waiter
 from .cuda_streams import EventPool, HostWork, StreamState
 from .host_memory import HostMemory
 
@@ -157,12 +150,7 @@ class Selection:
         return self._probe("host", BounceRegistrar(), copies, HostSignaller(self._work), waiter)
 
     def _probe(
-        self,
-        sync: str,
-        registrar: Registrar,
-        copies: Copies,
-        signaller: Signaller,
-        waiter: Waiter,
+        self, sync: str, registrar: Registrar, copies: Copies, signaller: Signaller, waiter: Waiter
     ) -> Mechanisms:
         registrations = Registrations(registrar)
         scratch = register_memory(self._runtime, registrations, memoryview(self._page), "scratch")

@@ -37,9 +37,7 @@ class StreamOpSignaller:
         self._driver = driver
 
     def signal(self, state: StreamState, word: Word, value: int) -> None:
-        self._driver.write_value(
-            self._runtime.handle(state.handle), _address_on_device(word), value
-        )
+        self._driver.write_value(self._runtime.handle(state.handle), _address_on_device(word), value)
 
 
 class HostSignaller:
@@ -53,9 +51,7 @@ class HostSignaller:
 
     def signal(self, state: StreamState, word: Word, value: int) -> None:
         address = word.host_address
-        state.owed = self._work.after(
-            state, lambda: cuda_words.store(address, value), is_signal=True
-        )
+        state.owed = self._work.after(state, lambda: cuda_words.store(address, value), is_signal=True)
 
 
 class StreamOpWaiter:

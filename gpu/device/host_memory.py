@@ -45,9 +45,7 @@ class HostMemory:
         Raises ``DeviceError`` if ``memory`` is read-only, empty or not contiguous.
         """
         if memory.readonly or memory.nbytes == 0 or not memory.c_contiguous:
-            raise DeviceError(
-                f"{name} cannot be registered: it must be writable, contiguous and not empty"
-            )
+            raise DeviceError(f"{name} cannot be registered: it must be writable, contiguous and not empty")
         self.name = name
         self.is_paced = is_paced
         self.num_bytes = memory.nbytes
@@ -97,13 +95,10 @@ class HostMemory:
             raise DeviceError(f"the registered memory {self.name} is closed")
         if not 0 <= offset_bytes <= self.num_bytes - num_bytes:
             raise DeviceError(
-                f"{num_bytes} bytes at {offset_bytes} do not fit in the {self.num_bytes} bytes "
-                f"of {self.name}"
+                f"{num_bytes} bytes at {offset_bytes} do not fit in the {self.num_bytes} bytes of {self.name}"
             )
         if (self.address + offset_bytes) % alignment:
-            raise DeviceError(
-                f"offset {offset_bytes} of {self.name} is not a multiple of {alignment}"
-            )
+            raise DeviceError(f"offset {offset_bytes} of {self.name} is not a multiple of {alignment}")
         return self._bytes
 
 

@@ -106,9 +106,7 @@ class PacedLink:
         bandwidth = "unlimited" if self.gib_per_s is None else f"{self.gib_per_s:g} GiB/s"
         return f"{bandwidth} + {self.latency_us:g} us"
 
-    def begin(
-        self, direction: Direction, num_bytes: int, *, start_s: float | None = None
-    ) -> LinkTransfer:
+    def begin(self, direction: Direction, num_bytes: int, *, start_s: float | None = None) -> LinkTransfer:
         """Start a transfer now, or at ``start_s`` on the clock: the end of the previous one.
 
         It cannot start before the newest start of another transfer; then it starts at that time.
@@ -126,9 +124,7 @@ class PacedLink:
     def expected_s(self, transfer: LinkTransfer) -> float:
         """Its end on the clock if no other transfer starts; others can only delay it."""
         with self._lock:
-            return (
-                self._lanes[transfer.direction].ends_s()[transfer.index][0] + self.latency_us / 1e6
-            )
+            return self._lanes[transfer.direction].ends_s()[transfer.index][0] + self.latency_us / 1e6
 
     def finish(self, transfer: LinkTransfer) -> float:
         """Wait until its bytes have arrived; return the time of arrival. Call once.

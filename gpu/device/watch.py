@@ -21,10 +21,7 @@ class EventWatch:
     """A thread that polls events periodically, while there are any."""
 
     def __init__(
-        self,
-        is_done: Callable[[Event], bool],
-        notify: Callable[[], None],
-        cpus: tuple[int, ...] = (),
+        self, is_done: Callable[[Event], bool], notify: Callable[[], None], cpus: tuple[int, ...] = ()
     ) -> None:
         """Start the thread.
 
@@ -92,9 +89,7 @@ class EventWatch:
     def _poll(self) -> bool:
         """Wait for events, and poll them; False once the watch is closed."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_closed or (self._events and not self._is_paused)
-            )
+            self._changed.wait_for(lambda: self._is_closed or (self._events and not self._is_paused))
             if self._is_closed:
                 return False
             done = {event for event in self._events if self._is_done(event)}

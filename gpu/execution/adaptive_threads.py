@@ -47,13 +47,16 @@ class AdaptiveThreads:
         if self._queue.read() is None:
             _LOG.warning(
                 "threads: always %d, because this kernel has no /proc/self/task/*/schedstat, so it "
-                "is not known whether other processes use the cores", choice.max_threads,
-            )  # fmt: skip
+                "is not known whether other processes use the cores",
+                choice.max_threads,
+            )
             return
         self._contention = CoreContention(
-            choice.max_threads, time.monotonic(), CpuTime(),
+            choice.max_threads,
+            time.monotonic(),
+            CpuTime(),
             min_threads=choice.max_threads if choice.is_fixed else 1,
-        )  # fmt: skip
+        )
 
     @property
     def num_threads(self) -> int:
@@ -112,8 +115,9 @@ class AdaptiveThreads:
                 self._log_level,
                 "other processes use the CPU cores: the engine's threads waited for a core for "
                 "%.0f %% of the time in which they could have run. %s",
-                100 * contention.waited_share, self._consequence(contention),
-            )  # fmt: skip
+                100 * contention.waited_share,
+                self._consequence(contention),
+            )
         elif was_contended and not contention.is_contended:
             free = "the CPU cores are free again: the engine computes with %d threads"
             _LOG.log(self._log_level, free, chosen)

@@ -63,9 +63,13 @@ _PREFILL_TOKENS = 64  # of one row
 # and how long the longest context is. So a few passes of the model itself use all variants, with
 # the strides and addresses of serving.
 def warm_up(
-    runner: ModelRunner, table: LoraTable, backend: LoraBackend, targets: Sequence[Target],
-    max_model_len: int, on_progress: Callable[[str], None],
-) -> int:  # fmt: skip
+    runner: ModelRunner,
+    table: LoraTable,
+    backend: LoraBackend,
+    targets: Sequence[Target],
+    max_model_len: int,
+    on_progress: Callable[[str], None],
+) -> int:
     """Run the passes, with adapters of zeros on all ``targets``; return how many.
 
     Writes to the pool's first block, so it must not be in use. Raises the error of a kernel that
@@ -76,9 +80,7 @@ def warm_up(
     try:
         passes = tuple(_passes(max_model_len, runner, row))
         # Kernels with factors (DoRA) depend on the number of tokens, too.
-        passes += tuple(
-            replace(one, table_rows=(scaled,) * len(one.table_rows)) for one in passes[:2]
-        )
+        passes += tuple(replace(one, table_rows=(scaled,) * len(one.table_rows)) for one in passes[:2])
         on_progress(f"warming up: {len(passes)} passes, so that serving compiles no kernel")
         for rows in passes:
             inputs = lower(rows, runner.block_size, runner.device, table.mirror)
@@ -198,9 +200,12 @@ class LoadedModel:
 
 
 def load(
-    source: ModelSource, config: EngineConfig, on_progress: Callable[[str], None],
-    stream_cpus: tuple[int, ...] = (), kept: Path | None = None,
-) -> LoadedModel:  # fmt: skip
+    source: ModelSource,
+    config: EngineConfig,
+    on_progress: Callable[[str], None],
+    stream_cpus: tuple[int, ...] = (),
+    kept: Path | None = None,
+) -> LoadedModel:
     """Load the model and replace its attention and its linears.
 
     ``stream_cpus``: cores of a CPU device's threads; () = those of the caller.
@@ -242,10 +247,15 @@ def load(
 
 
 def equip(
-    model: PreTrainedModel, context: StepContext, hook: PagedAttentionHook,
-    device: TorchDevice, config: EngineConfig, on_progress: Callable[[str], None],
-    linears: QuantizedLinears | QuantizedModules | None, kept: Path | None,
-) -> LoadedModel:  # fmt: skip
+    model: PreTrainedModel,
+    context: StepContext,
+    hook: PagedAttentionHook,
+    device: TorchDevice,
+    config: EngineConfig,
+    on_progress: Callable[[str], None],
+    linears: QuantizedLinears | QuantizedModules | None,
+    kept: Path | None,
+) -> LoadedModel:
     """Replace parts of a model with corun's, in place; ``device`` owns its tensors.
 
     ``linears``: makes quantised ones; None = none. ``kept``: see ``load``.
@@ -256,23 +266,21 @@ def equip(
     target_map, record = _record(model, hook, model if linears is None else linears.skeleton)
     targets = target_map.targets
     table = LoraTable(
-        len(targets), _MAX_RESIDENT_ADAPTERS, where,
+        len(targets),
+        _MAX_RESIDENT_ADAPTERS,
+        where,
         embeddings=[target.index for target in targets if target.is_embedding],
         heads={target.index: target.num_tokens for target in targets if target.is_head},
-    )  # fmt: skip
+    )
     lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
     make_linear: MakeLinear = NumbaLinear  # its kernels also serve quantised weights
     if linears is None or dtype != torch.bfloat16 or not linears.quantizes_all(model):
-        make_linear = select_linear_backend(
-            config.linear_backend, device=where, dtype=dtype, kept=kept
-        )
+        make_linear = select_linear_backend(config.linear_backend, device=where, dtype=dtype, kept=kept)
     weights = _replace_linears(model, context, make_linear, target_map, linears, on_progress)
     fused_kernels_name = select_fused_kernels(
         config.fused_kernels, model, lambda: record_attention(model, hook)
     )
-    attention_backend = select_attention_backend(
-        config.attention_backend, device=where, dtype=dtype
-    )
+    attention_backend = select_attention_backend(config.attention_backend, device=where, dtype=dtype)
     names = {"attention": attention_backend.name, "LoRA": lora_backend.name}
     return LoadedModel(
         config=model.config.get_text_config(),
@@ -312,9 +320,13 @@ def _record(
 
 
 def _replace_linears(
-    model: PreTrainedModel, context: StepContext, make_linear: MakeLinear, target_map: TargetMap,
-    linears: QuantizedLinears | QuantizedModules | None, on_progress: Callable[[str], None],
-) -> Weights:  # fmt: skip
+    model: PreTrainedModel,
+    context: StepContext,
+    make_linear: MakeLinear,
+    target_map: TargetMap,
+    linears: QuantizedLinears | QuantizedModules | None,
+    on_progress: Callable[[str], None],
+) -> Weights:
     full_bytes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     linear_targets = [target for target in target_map.targets if not target.is_embedding]
     target_of = {target.physical_path: target.index for target in linear_targets}
@@ -326,9 +338,7 @@ def _replace_linears(
     else:
         if linears.task:
             on_progress(linears.task)
-        wrap_linears(
-            model, context, make_linear, target_of, group_of, linears.make, heads=heads
-        )  # fmt: skip
+        wrap_linears(model, context, make_linear, target_of, group_of, linears.make, heads=heads)
         weights = linears.finish(full_bytes)
     for one in target_map.targets:
         if one.is_embedding:
@@ -351,46 +361,56 @@ def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     pool = KvPool(loaded.layout, num_blocks, loaded.model.device)
     loaded.hook.attach(loaded.attention_backend, pool)
     return ModelRunner(
-        loaded.model, loaded.context, pool, loaded.lora_backend,
-        with_graphs=loaded.decode_graphs != OFF,
-    )  # fmt: skip
+        loaded.model, loaded.context, pool, loaded.lora_backend, with_graphs=loaded.decode_graphs != OFF
+    )
 
 
 def warm_up_kernels(
-    loaded: LoadedModel, runner: ModelRunner, max_model_len: int,
-    on_progress: Callable[[str], None],
-) -> None:  # fmt: skip
+    loaded: LoadedModel, runner: ModelRunner, max_model_len: int, on_progress: Callable[[str], None]
+) -> None:
     """Compile all kernels now; on the CPU they are already compiled (``numba`` has no variants).
 
     Called by the thread that will run the steps, before the pool is used.
     """
     if loaded.model.device.type == "cuda":
         warm_up(
-            runner, loaded.lora_table, loaded.lora_backend, loaded.target_map.targets,
-            max_model_len, on_progress,
-        )  # fmt: skip
+            runner,
+            loaded.lora_table,
+            loaded.lora_backend,
+            loaded.target_map.targets,
+            max_model_len,
+            on_progress,
+        )
 
 
 def make_executor(
-    loaded: LoadedModel, runner: ModelRunner, fetch: AdapterFetch, sampler: Sampler,
-    *, max_model_len: int, assistant: Assistant | None = None, host_kv: HostKv | None = None,
-) -> DeviceExecutor:  # fmt: skip
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    fetch: AdapterFetch,
+    sampler: Sampler,
+    *,
+    max_model_len: int,
+    assistant: Assistant | None = None,
+    host_kv: HostKv | None = None,
+) -> DeviceExecutor:
     """Make an executor; it takes ownership of runner, sampler and ``host_kv``, not of the model.
 
     ``host_kv``: copies KV blocks to and from the host; None = no copies.
     """
     return DeviceExecutor(
-        runner, sampler, loaded.lora_table, fetch,
-        max_model_len=max_model_len, assistant=assistant, host_kv=host_kv,
+        runner,
+        sampler,
+        loaded.lora_table,
+        fetch,
+        max_model_len=max_model_len,
+        assistant=assistant,
+        host_kv=host_kv,
         after_step=None if loaded.threads is None else loaded.threads.after_step,
-    )  # fmt: skip
+    )
 
 
 def make_host_adapters(
-    loaded: LoadedModel,
-    size: ArenaSize,
-    open_source: OpenSource,
-    group_layers: GroupLayers = one_group,
+    loaded: LoadedModel, size: ArenaSize, open_source: OpenSource, group_layers: GroupLayers = one_group
 ) -> HostAdapters:
     """Make the arena of packed adapters; before the device's first operation.
 
@@ -398,9 +418,15 @@ def make_host_adapters(
     """
     try:
         host = HostAdapters(
-            loaded.device, loaded.lora_backend, loaded.dtype, loaded.model.device,
-            loaded.target_map, size, open_source, group_layers,
-        )  # fmt: skip
+            loaded.device,
+            loaded.lora_backend,
+            loaded.dtype,
+            loaded.model.device,
+            loaded.target_map,
+            size,
+            open_source,
+            group_layers,
+        )
     except ShmError as error:
         raise ResourceError(f"{error} (--host-adapter-bytes)") from error
     host.set_base(BaseReader(loaded.model))

@@ -133,9 +133,7 @@ class Draws:
             drawn.append(_invert(probs[:whole], numbers[:whole]))
         if self._cut_rows:
             self._probs, self._rows = probs[whole:], rows[whole:]
-            self._cut = _Cut(
-                numbers[whole:], sent["min_p"], sent["top_k"], sent["top_p"], sent["has_limit"]
-            )
+            self._cut = _Cut(numbers[whole:], sent["min_p"], sent["top_k"], sent["top_p"], sent["has_limit"])
             count = min(random.num_candidates, probs.shape[1])
             found, self.is_complete = _draw_cut(self._probs, self._cut, count)
             drawn.append(found)
@@ -173,9 +171,7 @@ def _cut_arrays(params: Sequence[SamplingParams]) -> dict[str, NDArray[np.generi
     }
 
 
-def _draw_cut(
-    probs: torch.Tensor, cut: _Cut, num_candidates: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_cut(probs: torch.Tensor, cut: _Cut, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply min_p, then top_k, then the top_p nucleus of the rest; draw from what remains.
 
     Returns tokens, int64 [rows], and for each row whether more candidates would change nothing.

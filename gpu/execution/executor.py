@@ -67,10 +67,17 @@ class DeviceExecutor:
     """
 
     def __init__(
-        self, runner: ModelRunner, sampler: Sampler, table: LoraTable, fetch: AdapterFetch,
-        *, max_model_len: int, assistant: Assistant | None = None, host_kv: HostKv | None = None,
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        table: LoraTable,
+        fetch: AdapterFetch,
+        *,
+        max_model_len: int,
+        assistant: Assistant | None = None,
+        host_kv: HostKv | None = None,
         after_step: Callable[[], float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Plans with ASSISTED rows need an ``assistant``, and with KV transfers a ``host_kv``.
 
         ``after_step`` returns for how many seconds the step has waited for CPU cores.
@@ -187,9 +194,10 @@ class DeviceExecutor:
                 all_rows = [True] * len(batch.request_ids)
                 return _not_computed(batch, all_rows, RetryCause.MEMORY, reason)
             _LOG.exception(
-                "a %s sub-batch of %d rows failed; the rows will be planned again, or their "
-                "requests fail", batch.kind, len(batch.request_ids),
-            )  # fmt: skip
+                "a %s sub-batch of %d rows failed; the rows will be planned again, or their requests fail",
+                batch.kind,
+                len(batch.request_ids),
+            )
             # Rows with an adapter that is not on the device are the most likely cause.
             is_cold = [self._is_cold(request_id) for request_id in batch.request_ids]
             return _not_computed(batch, is_cold, RetryCause.FORWARD, reason)
@@ -216,8 +224,7 @@ class DeviceExecutor:
     def _compute_assisted(self, batch: SubBatch) -> list[RowResult]:
         """A pass with some deltas from workers; rows with void deltas are retried."""
         is_absent = [
-            self._requests[request_id].adapter_id not in self._adapters
-            for request_id in batch.request_ids
+            self._requests[request_id].adapter_id not in self._adapters for request_id in batch.request_ids
         ]
         if any(is_absent):  # its files are still being read
             reason = "the load of the adapter has not begun"
@@ -247,16 +254,18 @@ class DeviceExecutor:
         return self._take_tokens(batch, states, logits, void)
 
     def _take_tokens(
-        self, batch: SubBatch, states: Sequence[RequestState], logits: torch.Tensor,
+        self,
+        batch: SubBatch,
+        states: Sequence[RequestState],
+        logits: torch.Tensor,
         void: Collection[RequestId] = (),
-    ) -> list[RowResult]:  # fmt: skip
+    ) -> list[RowResult]:
         """Sample, and store the tokens of all rows but those in ``void``.
 
         states: one per row; logits: float32 [rows that sample, vocabulary].
         """
         results = [
-            RowResult(request_id, Outcome.RETRY, error=_VOID, cause=RetryCause.DELTAS)
-            for request_id in void
+            RowResult(request_id, Outcome.RETRY, error=_VOID, cause=RetryCause.DELTAS) for request_id in void
         ]
         sampling_rows = [row for row, samples in enumerate(batch.samples) if samples]
         if not sampling_rows:
@@ -282,18 +291,21 @@ class DeviceExecutor:
         starts = inputs.attention.query_starts_host
         return [
             ColdRow(
-                starts[row], starts[row + 1], split_layer, adapter.table_row, adapter.max_rank,
+                starts[row],
+                starts[row + 1],
+                split_layer,
+                adapter.table_row,
+                adapter.max_rank,
                 adapter.arriving,
             )
             for row, (split_layer, adapter) in enumerate(
                 zip(batch.split_layers, self._adapters_of(states), strict=True)
             )
-        ]  # fmt: skip
+        ]
 
     def _forward(
-        self, batch: SubBatch, inputs: ForwardInputs, spans: Sequence[ScoredSpan],
-        deltas: ColdDeltas | None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, batch: SubBatch, inputs: ForwardInputs, spans: Sequence[ScoredSpan], deltas: ColdDeltas | None
+    ) -> torch.Tensor:
         """Logits of the rows that sample. Scores of prompts are stored in the requests' states."""
         rows = [row for row, samples in enumerate(batch.samples) if samples]
         num_sampling = len(rows)
@@ -305,10 +317,7 @@ class DeviceExecutor:
         return logits[:num_sampling]
 
     def _pack(
-        self,
-        batch: SubBatch,
-        states: Sequence[RequestState],
-        logit_indices: NDArray[np.int64] | None,
+        self, batch: SubBatch, states: Sequence[RequestState], logit_indices: NDArray[np.int64] | None
     ) -> PackedRows:
         spans = zip(states, batch.start_positions, batch.num_tokens, strict=True)
         token_ids = np.concatenate([s.tokens[start : start + num] for s, start, num in spans])
@@ -356,14 +365,16 @@ def _result_of(
     request_id: RequestId, sampled: SampledRow, prompt: tuple[TokenLogprobs, ...] | None
 ) -> RowResult:
     if sampled.error is not None:
-        return RowResult(
-            request_id, Outcome.FAILED, error=sampled.error, error_kind=sampled.error_kind
-        )
+        return RowResult(request_id, Outcome.FAILED, error=sampled.error, error_kind=sampled.error_kind)
     logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
     return RowResult(
-        request_id, Outcome.TOKENS, (sampled.token_id, *sampled.forced), logprobs=logprobs,
-        prompt_logprobs=prompt, is_last=sampled.is_last,
-    )  # fmt: skip
+        request_id,
+        Outcome.TOKENS,
+        (sampled.token_id, *sampled.forced),
+        logprobs=logprobs,
+        prompt_logprobs=prompt,
+        is_last=sampled.is_last,
+    )
 
 
 def _not_computed(

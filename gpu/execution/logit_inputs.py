@@ -134,9 +134,15 @@ def _adjust(
         adjust_logits_on_cuda(logits, masks, mask_rows, entries)
         return
     adjust_logits(
-        logits.data_ptr(), logits.shape[1], masks.data_ptr(), mask_rows.data_ptr(),
-        len(mask_rows), masks.shape[1], entries.data_ptr(), entries.shape[1],
-    )  # fmt: skip
+        logits.data_ptr(),
+        logits.shape[1],
+        masks.data_ptr(),
+        mask_rows.data_ptr(),
+        len(mask_rows),
+        masks.shape[1],
+        entries.data_ptr(),
+        entries.shape[1],
+    )
 
 
 def _intersect(target: NDArray[np.int32], masks: Sequence[NDArray[np.int32]]) -> None:

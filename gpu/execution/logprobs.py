@@ -54,8 +54,7 @@ def packed_indices(spans: Sequence[ScoredSpan]) -> NDArray[np.int64]:
 def record_scores(logits: torch.Tensor, spans: Sequence[ScoredSpan]) -> None:
     """Store the scores from ``logits`` (float32 [tokens, vocabulary]) in the requests' states."""
     nexts = [
-        one.state.tokens[one.first_position + 1 : one.first_position + 1 + one.num_tokens]
-        for one in spans
+        one.state.tokens[one.first_position + 1 : one.first_position + 1 + one.num_tokens] for one in spans
     ]
     tokens = upload({"tokens": np.concatenate(nexts)}, logits.device)["tokens"]
     lengths = [one.num_tokens for one in spans]

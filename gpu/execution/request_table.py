@@ -61,10 +61,19 @@ class RequestState:
     """One request. ``tokens[:num_tokens]`` are its prompt and what it has sampled so far."""
 
     __slots__ = (
-        "_output_counts", "_seen_counts", "adapter_id", "changes_logits", "grammar",
-        "num_prompt_tokens", "num_tokens", "prompt_scores", "sampling", "slot", "token_rules",
+        "_output_counts",
+        "_seen_counts",
+        "adapter_id",
+        "changes_logits",
+        "grammar",
+        "num_prompt_tokens",
+        "num_tokens",
+        "prompt_scores",
+        "sampling",
+        "slot",
+        "token_rules",
         "tokens",
-    )  # fmt: skip
+    )
 
     def __init__(self, request: NewRequest, slot: int, max_model_len: int) -> None:
         self.slot = slot

@@ -40,9 +40,14 @@ class RowGrammar:
     """The grammar of one request."""
 
     def __init__(
-        self, make: MakeMatcher, structured: StructuredOutput, sampling: SamplingParams,
-        eos_token_ids: Sequence[int], *, may_force: bool,
-    ) -> None:  # fmt: skip
+        self,
+        make: MakeMatcher,
+        structured: StructuredOutput,
+        sampling: SamplingParams,
+        eos_token_ids: Sequence[int],
+        *,
+        may_force: bool,
+    ) -> None:
         """``eos_token_ids``: the base model's; an adapter's are among the stop tokens.
 
         ``may_force``: text without a choice need not be drawn token by token.
@@ -50,9 +55,7 @@ class RowGrammar:
         self._make = make
         self._structured = structured
         self._ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
-        self._drawable_ends = (
-            frozenset(sampling.stop_token_ids) if sampling.ignore_eos else self._ends
-        )
+        self._drawable_ends = frozenset(sampling.stop_token_ids) if sampling.ignore_eos else self._ends
         self._min_tokens = sampling.min_tokens
         self._may_force = may_force
         self._matcher: Matcher | None = None
@@ -112,7 +115,5 @@ class RowGrammar:
         if self.filling is None:
             return
         if not self.filling.wait(_MASK_TIMEOUT_S):
-            raise StepFailedError(
-                f"the grammar of the answer allowed no token within {_MASK_TIMEOUT_S:g} s"
-            )
+            raise StepFailedError(f"the grammar of the answer allowed no token within {_MASK_TIMEOUT_S:g} s")
         self.filling = None

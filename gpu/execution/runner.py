@@ -23,9 +23,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, context: StepContext, pool: KvPool,
-        lora_backend: LoraBackend | None = None, *, with_graphs: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        context: StepContext,
+        pool: KvPool,
+        lora_backend: LoraBackend | None = None,
+        *,
+        with_graphs: bool = False,
+    ) -> None:
         """``with_graphs``: replay decode passes; the back ends must support it."""
         self.model = model
         self.pool = pool
@@ -41,10 +46,12 @@ class ModelRunner:
         return self._context.progress
 
     def forward(
-        self, inputs: ForwardInputs, deltas: DeltaPass | None = None,
+        self,
+        inputs: ForwardInputs,
+        deltas: DeltaPass | None = None,
         logit_rows: Sequence[int] | None = None,
         of_head: Callable[[LoraBatch], DeltaPass] | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Compute one pass, writing keys and values into the pool.
 
         Args:
@@ -74,9 +81,10 @@ class ModelRunner:
         context.embedding_deltas = deltas if self._changes_embedding(inputs) else None
         num_tokens = self._set_head_deltas(inputs, rows, of_head)
         outside = (
-            context.embedding_deltas is not None, context.head_deltas is not None,
+            context.embedding_deltas is not None,
+            context.head_deltas is not None,
             context.num_head_tokens,
-        )  # fmt: skip
+        )
         context.known_lens_host = inputs.rows.known_lens
         try:
             with torch.inference_mode():
@@ -98,9 +106,8 @@ class ModelRunner:
         return self._lora_backend.table.has_embedding(inputs.lora.table_rows_host)
 
     def _set_head_deltas(
-        self, inputs: ForwardInputs, rows: Sequence[int],
-        make: Callable[[LoraBatch], DeltaPass] | None,
-    ) -> list[int] | None:  # fmt: skip
+        self, inputs: ForwardInputs, rows: Sequence[int], make: Callable[[LoraBatch], DeltaPass] | None
+    ) -> list[int] | None:
         """Set the deltas of the output head, for one token of each of ``rows``.
 
         Returns the tokens of the vocabulary of each; None if all use the base's rows of the head.
@@ -122,15 +129,15 @@ class ModelRunner:
         return num_tokens
 
     def _run_modules(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_indices: torch.Tensor,
         metadata: PassMetadata,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """See ``RunPass``; the modules read the pass from their shared context."""
         out = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            logits_to_keep=logit_indices,
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=logit_indices
         )
         logits: torch.Tensor = out.logits
         is_of_all = logits.shape[1] != len(logit_indices)  # of a class without ``logits_to_keep``

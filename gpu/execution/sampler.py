@@ -41,9 +41,7 @@ _Work = list[tuple[RowGrammar, NDArray[np.int64]]]  # rows, and copies of their 
 class GrammarThread:
     """Owns the thread. All methods belong to the engine's thread."""
 
-    def __init__(
-        self, make: MakeMatcher, eos_token_ids: Sequence[int], cpus: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, make: MakeMatcher, eos_token_ids: Sequence[int], cpus: tuple[int, ...] = ()) -> None:
         """``make``: called by the thread; ``cpus``: its cores, () = those of the caller."""
         self._make = make
         self._eos_token_ids = eos_token_ids
@@ -66,17 +64,14 @@ class GrammarThread:
                     and state.token_rules is None
                 )
                 state.grammar = RowGrammar(
-                    self._make, structured, state.sampling, self._eos_token_ids,
-                    may_force=may_force,
-                )  # fmt: skip
+                    self._make, structured, state.sampling, self._eos_token_ids, may_force=may_force
+                )
                 begun.append(state)
         self.fill(begun)
 
     def fill(self, states: Iterable[RequestState]) -> None:
         """Begin to fill the masks of the tokens that come next in these rows."""
-        work = [
-            (state.grammar, state.output.copy()) for state in states if state.grammar is not None
-        ]
+        work = [(state.grammar, state.output.copy()) for state in states if state.grammar is not None]
         if not work:
             return
         filling = Filling()
@@ -119,9 +114,11 @@ class Sampler:
     """Samples rows of logits; ``eos_token_ids`` are masked until a row's ``min_tokens``."""
 
     def __init__(
-        self, eos_token_ids: Sequence[int], make_matcher: MakeMatcher | None = None,
+        self,
+        eos_token_ids: Sequence[int],
+        make_matcher: MakeMatcher | None = None,
         cpus: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``make_matcher``: called by a thread on ``cpus``; None = no structured output."""
         self._eos_token_ids = tuple(eos_token_ids)
         self._inputs = LogitInputs()
@@ -258,9 +255,7 @@ class Sampler:
             inputs.allow(row, *masks)
 
 
-def _add_errors(
-    errors: dict[int, SampledRow], before: Sequence[float], after: Sequence[float]
-) -> None:
+def _add_errors(errors: dict[int, SampledRow], before: Sequence[float], after: Sequence[float]) -> None:
     """Add an error for each row without a finite largest logit, before or after adjustments."""
     for row, (one, other) in enumerate(zip(before, after, strict=True)):
         if not math.isfinite(one):

@@ -20,16 +20,18 @@ from .threshold_probe import judge_thresholds
 _LOG = logging.getLogger(__name__)
 
 # With these back ends, torch computes nothing large.
-_ALL_OWN_KERNELS = {
-    "linear": "numba", "attention": "numba", "LoRA": "numba", "fused kernels": "numba",
-}  # fmt: skip
+_ALL_OWN_KERNELS = {"linear": "numba", "attention": "numba", "LoRA": "numba", "fused kernels": "numba"}
 _ANY_LENGTH = 2**20  # for a model that does not state its context length
 
 
 def probe(
-    loaded: LoadedModel, config: EngineConfig, *, max_threads: int | None,
-    owns_torch: bool = True, kept: Path | None = None,
-) -> LoadedModel:  # fmt: skip
+    loaded: LoadedModel,
+    config: EngineConfig,
+    *,
+    max_threads: int | None,
+    owns_torch: bool = True,
+    kept: Path | None = None,
+) -> LoadedModel:
     """Compare packed rows with plain transformers, and choose the threads of the CPU device.
 
     Args:
@@ -56,9 +58,7 @@ def probe(
         except ModelError as mismatch:
             if not config.skip_parity_probe:
                 raise
-            _LOG.warning(
-                "the parity probe failed and is ignored (--skip-parity-probe): %s", mismatch
-            )
+            _LOG.warning("the parity probe failed and is ignored (--skip-parity-probe): %s", mismatch)
         if max_threads is not None and loaded.model.device.type == "cpu":
             shape = loaded.weights.num_bytes, loaded.layout, sorted(loaded.backend_names.items())
             path = choice_path(kept, "threads", max_threads, shape)
@@ -82,21 +82,19 @@ def _limit_threads(loaded: LoadedModel, config: EngineConfig, *, owns_torch: boo
         _LOG.info("threads of torch: %s", number)
     sets_torch = owns_torch and not is_all_own
     return ThreadChoice(
-        num_kernel_threads(), set_threads if sets_torch else set_kernel_threads,
-        is_fixed=config.fixed_cpu_threads, has_others=sets_torch,
-    )  # fmt: skip
+        num_kernel_threads(),
+        set_threads if sets_torch else set_kernel_threads,
+        is_fixed=config.fixed_cpu_threads,
+        has_others=sets_torch,
+    )
 
 
-def _limited(
-    loaded: LoadedModel, config: EngineConfig, kept: Path | None
-) -> LoadedModel:  # fmt: skip
+def _limited(loaded: LoadedModel, config: EngineConfig, kept: Path | None) -> LoadedModel:
     """``loaded`` with the limit that its thresholds set. Raises ``ModelError``."""
     made_for = getattr(loaded.config, "max_position_embeddings", None)
     longest = least(loaded.max_exact_len, made_for, config.max_model_len)
     max_tokens = max(longest or _ANY_LENGTH, config.max_num_batched_tokens)
-    verdict = judge_thresholds(
-        loaded.model, max_tokens, None if kept is None else kept / "verdicts"
-    )
+    verdict = judge_thresholds(loaded.model, max_tokens, None if kept is None else kept / "verdicts")
     name = describe(loaded.model.config)
     if verdict.outcome == "wrong":
         raise ModelError(
@@ -108,20 +106,26 @@ def _limited(
             "%s: contexts of more than %d tokens could not be compared with transformers, because "
             "no small copy of the model could be made (%s). Sliding windows and chunked attention "
             "are served; other behaviour that begins beyond this length is not detected",
-            name, MAX_PROBE_TOKENS, verdict.reason,
-        )  # fmt: skip
+            name,
+            MAX_PROBE_TOKENS,
+            verdict.reason,
+        )
     if verdict.num_tokens is not None:
         _LOG.warning(
             "%s is exact up to %d tokens: at %s it begins to use the position of a token in its "
             "step instead of its position in the request. Requests and steps "
             "(--max-num-batched-tokens) are limited to this number of tokens",
-            name, verdict.num_tokens, verdict.reason,
-        )  # fmt: skip
+            name,
+            verdict.num_tokens,
+            verdict.reason,
+        )
         limit = least(loaded.max_exact_len, verdict.num_tokens)
         return replace(loaded, max_exact_len=limit, max_step_tokens=verdict.num_tokens)
     if longest != least(made_for, config.max_model_len):
         _LOG.warning(
             "%s: requests are limited to %s tokens, because corun does not support what begins "
-            "there (chunked attention, or other rotary embeddings)", name, loaded.max_exact_len,
-        )  # fmt: skip
+            "there (chunked attention, or other rotary embeddings)",
+            name,
+            loaded.max_exact_len,
+        )
     return loaded

@@ -42,9 +42,7 @@ def probe_tokens() -> int:
     return max(_DECODE_START + 1, _PREFILL_TOKENS)
 
 
-def choose_threads(
-    runner: ModelRunner, max_threads: int, weight_bytes: int, kept: Path | None = None
-) -> int:
+def choose_threads(runner: ModelRunner, max_threads: int, weight_bytes: int, kept: Path | None = None) -> int:
     """Measure a small model with one thread and with all, set the better number, return it.
 
     If other processes disturb the measurement, it is ``max_threads``. ``kept``: the file with an
@@ -63,21 +61,20 @@ def choose_threads(
     one_ms = _measure_ms(runner, 1)
     if not all(map(math.isfinite, (*all_ms, *one_ms))):
         set_threads(max_threads)
-        _LOG.info(
-            "threads: %d (not measured, because other processes use the CPU cores)", max_threads
-        )
+        _LOG.info("threads: %d (not measured, because other processes use the CPU cores)", max_threads)
         return max_threads
-    is_one_enough = all(
-        one <= _ACCEPTED_RATIO * many for one, many in zip(one_ms, all_ms, strict=True)
-    )
+    is_one_enough = all(one <= _ACCEPTED_RATIO * many for one, many in zip(one_ms, all_ms, strict=True))
     chosen = 1 if is_one_enough else max_threads
     set_threads(chosen)
     if kept is not None:
         write_record(kept, chosen, "the next start measures the number of threads again")
     _LOG.info(
         "threads: %d (decode %.2f ms, prefill %.2f ms with 1 thread; %.2f and %.2f ms with %d)",
-        chosen, *one_ms, *all_ms, max_threads,
-    )  # fmt: skip
+        chosen,
+        *one_ms,
+        *all_ms,
+        max_threads,
+    )
     return chosen
 
 
@@ -86,10 +83,7 @@ def _measure_ms(runner: ModelRunner, num_threads: int) -> tuple[float, float]:
     set_threads(num_threads)
     decode = [ProbeRow(sequence, _DECODE_START, (1,)) for sequence in (0, 1)]
     prefill = [ProbeRow(sequence, 0, (1,) * _PREFILL_TOKENS) for sequence in (0, 1)]
-    return (
-        _quiet_ms(lambda: runner.probe_step(decode)),
-        _quiet_ms(lambda: runner.probe_step(prefill)),
-    )
+    return (_quiet_ms(lambda: runner.probe_step(decode)), _quiet_ms(lambda: runner.probe_step(prefill)))
 
 
 def _quiet_ms(step: Callable[[], object]) -> float:

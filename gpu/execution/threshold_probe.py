@@ -25,12 +25,7 @@ from ..model.attention_hook import PagedAttentionHook
 from ..model.fingerprint import code_files
 from ..model.kv_pool import KvLayout, KvPool
 from ..model.plain_logits import Comparison, PlainLogits
-from ..model.probe import (
-    MAX_PROBE_TOKENS,
-    ProbeRow,
-    layer_shapes,
-    record_attention,
-)
+from ..model.probe import MAX_PROBE_TOKENS, ProbeRow, layer_shapes, record_attention
 from ..model.rope import guard_longrope, rope_max_length
 from ..model.small_copy import SmallCopy, make_small_copy
 from .runner import ModelRunner
@@ -51,9 +46,7 @@ class ThresholdVerdict:
     reason: str = ""  # for logs: the limiting thresholds, or the error
 
 
-def judge_thresholds(
-    model: PreTrainedModel, max_tokens: int, directory: Path | None
-) -> ThresholdVerdict:
+def judge_thresholds(model: PreTrainedModel, max_tokens: int, directory: Path | None) -> ThresholdVerdict:
     """Test the thresholds of ``model`` up to ``max_tokens`` tokens, or read an earlier verdict.
 
     ``directory``: of verdicts, by what they depend on; None = none. If a verdict cannot be read or
@@ -146,9 +139,7 @@ class _Trial:
             found = []
             for first in (limit or self._last_threshold * 2, _PIECES[-2]):
                 for rows in _steps(sequences, first, limit):
-                    for row, logits in zip(
-                        rows, runner.probe_step(rows, len(sequences)), strict=True
-                    ):
+                    for row, logits in zip(rows, runner.probe_step(rows, len(sequences)), strict=True):
                         last = row.start + len(row.token_ids) - 1
                         found.append(truth.compare(row.sequence, last, logits))
             return max(found, key=lambda one: one.share)
@@ -163,14 +154,10 @@ class _Trial:
         generator = torch.Generator().manual_seed(21)
         vocab_size = self._model.config.get_text_config().vocab_size
         lengths = [max(1, longest - i % 4) for i in range(num)]
-        return [
-            tuple(torch.randint(vocab_size, (n,), generator=generator).tolist()) for n in lengths
-        ]
+        return [tuple(torch.randint(vocab_size, (n,), generator=generator).tolist()) for n in lengths]
 
 
-def _steps(
-    sequences: Sequence[tuple[int, ...]], first: int, limit: int | None
-) -> Iterator[list[ProbeRow]]:
+def _steps(sequences: Sequence[tuple[int, ...]], first: int, limit: int | None) -> Iterator[list[ProbeRow]]:
     """Chunks of all sequences: ``first`` tokens, but for the end of each, then small pieces.
 
     No step has more than ``limit`` tokens.

@@ -56,6 +56,5 @@ def adjust_logits_on_cuda(
     num_entries = entries.shape[1]
     num_tiles = triton.cdiv(max(num_entries, logits.shape[1] if num_masks else 0), _BLOCK)
     adjust_logits_kernel[(num_tiles, num_masks + 1)](
-        logits, masks, mask_rows, entries, logits.shape[1], num_masks, num_words, num_entries,
-        BLOCK=_BLOCK,
-    )  # fmt: skip
+        logits, masks, mask_rows, entries, logits.shape[1], num_masks, num_words, num_entries, BLOCK=_BLOCK
+    )

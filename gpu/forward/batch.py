@@ -86,11 +86,7 @@ class DeltaPass(Protocol):
         ...
 
     def add(
-        self,
-        group: Hashable,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
+        self, group: Hashable, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int]
     ) -> None:
         """Add the deltas of the group's targets to the base products ys, in place.
 

@@ -31,9 +31,7 @@ class BlockTables:
         start = slot * self.host.shape[1]
         self.mirror.mark(range(start + first_column, start + end))
 
-    def select(
-        self, slots: NDArray[np.int64], sent_slots: torch.Tensor, num_columns: int
-    ) -> torch.Tensor:
+    def select(self, slots: NDArray[np.int64], sent_slots: torch.Tensor, num_columns: int) -> torch.Tensor:
         """The first columns of some slots: int32 [slots, columns] on the device, without gaps.
 
         ``sent_slots``: the slots on the device.
@@ -150,9 +148,7 @@ def lora_batch(
     return _batch_of(segments, pieces, ranks, upload(pieces, device))
 
 
-def cut_segments(
-    segments: Sequence[tuple[int, int, int]], num_tokens: int
-) -> list[tuple[int, int, int]]:
+def cut_segments(segments: Sequence[tuple[int, int, int]], num_tokens: int) -> list[tuple[int, int, int]]:
     """Cut segments of a pass of ``num_tokens`` into pieces for one program each."""
     length = _SHORT_PIECE if num_tokens <= FEW_TOKENS else _LONG_PIECE
     return [

@@ -47,9 +47,7 @@ class Mirror:
         self._changed.clear()
 
 
-def upload(
-    arrays: Arrays, device: torch.device, mirrors: Sequence[Mirror] = ()
-) -> dict[str, torch.Tensor]:
+def upload(arrays: Arrays, device: torch.device, mirrors: Sequence[Mirror] = ()) -> dict[str, torch.Tensor]:
     """Copy arrays and the changes of mirrors to the device in one piece of pinned memory.
 
     Returns tensors of the same shapes and dtypes. On the CPU they are the arrays' own memory.
@@ -76,7 +74,5 @@ def _send(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[t
         start += size
     return [
         part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, part in zip(
-            arrays, piece.to(device, non_blocking=True).split(sizes), strict=True
-        )
+        for array, part in zip(arrays, piece.to(device, non_blocking=True).split(sizes), strict=True)
     ]

@@ -25,9 +25,7 @@ GatedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 class ActivationTables:
     """Tables of activations, shared by all modules with the same activation."""
 
-    def __init__(
-        self, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> None:
         self._dtype = dtype
         self._device = device
         self._tables: list[torch.Tensor] = []
@@ -53,9 +51,16 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, table: torch.Tensor) -> 
     y = launcher.new_output(gate.shape, torch.bfloat16)
     launcher.launch(
         kernels.gated,
-        gates.data_ptr(), gates.stride(0), ups.data_ptr(), ups.stride(0), table.data_ptr(),
-        y.data_ptr(), gates.shape[0], features, num_kernel_threads(),
-    )  # fmt: skip
+        gates.data_ptr(),
+        gates.stride(0),
+        ups.data_ptr(),
+        ups.stride(0),
+        table.data_ptr(),
+        y.data_ptr(),
+        gates.shape[0],
+        features,
+        num_kernel_threads(),
+    )
     return y
 
 

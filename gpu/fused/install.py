@@ -70,9 +70,7 @@ class Input:
 class Inputs:
     """Inputs of the comparison: one token of each scale, and many of all scales at once."""
 
-    def __init__(
-        self, num_tokens: tuple[int, int], scales: Sequence[float], kernels: FusedKernels
-    ) -> None:
+    def __init__(self, num_tokens: tuple[int, int], scales: Sequence[float], kernels: FusedKernels) -> None:
         self._num_tokens = num_tokens
         self._scales = scales
         self._kernels = kernels
@@ -222,10 +220,17 @@ class FusedNorm:
         launcher = current_launcher()
         y = launcher.new_output(rows.shape, torch.bfloat16)
         launcher.launch(
-            kernels.norm, rows.data_ptr(), features, self._factors.data_ptr(), y.data_ptr(),
-            rows.numel() // features, features, self._epsilon, self._rounds_twice,
+            kernels.norm,
+            rows.data_ptr(),
+            features,
+            self._factors.data_ptr(),
+            y.data_ptr(),
+            rows.numel() // features,
+            features,
+            self._epsilon,
+            self._rounds_twice,
             num_kernel_threads(),
-        )  # fmt: skip
+        )
         return y
 
 
@@ -235,9 +240,7 @@ def is_weighted_norm(module: nn.Module) -> bool:
     return is_norm and any(True for _ in module.parameters(recurse=False))
 
 
-def norm_candidates(
-    module: nn.Module, dtype: torch.dtype, make: Callable[..., Norm]
-) -> Iterator[Norm]:
+def norm_candidates(module: nn.Module, dtype: torch.dtype, make: Callable[..., Norm]) -> Iterator[Norm]:
     """Possible kernels for a module that looks like an RMS norm; a check decides.
 
     ``make``: ``FusedNorm``, or a class with the same arguments.
@@ -323,8 +326,10 @@ def install_fused_kernels(
             _LOG.warning(
                 "fused kernels: no %s, because corun does not know the form of %s in transformers "
                 "%s; the model's own code is used, which is correct but slower",
-                kind, ", ".join(sorted(found.unknown)), transformers.__version__,
-            )  # fmt: skip
+                kind,
+                ", ".join(sorted(found.unknown)),
+                transformers.__version__,
+            )
     return counts
 
 
@@ -364,21 +369,17 @@ def _install_first_equal(
     expected = [forward(given.x) for given in inputs]
     for candidate in candidates:
         if all(
-            agree(candidate(given.x), y, given.num_parts)
-            for given, y in zip(inputs, expected, strict=True)
+            agree(candidate(given.x), y, given.num_parts) for given, y in zip(inputs, expected, strict=True)
         ):
             module.forward = candidate
             counts.replaced += 1
             return
     _LOG.info(
-        "fused kernels: none for %s, because none gives the module's own results",
-        type(module).__name__,
+        "fused kernels: none for %s, because none gives the module's own results", type(module).__name__
     )
 
 
-def _install_rotations(
-    model: nn.Module, run: Callable[[], object], kernels: FusedKernels
-) -> FusedCounts:
+def _install_rotations(model: nn.Module, run: Callable[[], object], kernels: FusedKernels) -> FusedCounts:
     counts = FusedCounts()
     watched: list[tuple[nn.Module, _WatchedRotation]] = []
     known: dict[Hashable, bool] = {}
@@ -402,18 +403,16 @@ def _install_rotations(
         else:
             let_norms_wait(module, False)
             _LOG.info(
-                "fused kernels: no rotary embedding for %s, because results differ from the "
-                "module's own", type(module).__name__,
-            )  # fmt: skip
+                "fused kernels: no rotary embedding for %s, because results differ from the module's own",
+                type(module).__name__,
+            )
     return counts
 
 
 class _WatchedRotation:
     """Applies the model's own function, and compares corun's on inputs like those of the call."""
 
-    def __init__(
-        self, rotation: Rotate, kernels: FusedKernels, known: dict[Hashable, bool]
-    ) -> None:
+    def __init__(self, rotation: Rotate, kernels: FusedKernels, known: dict[Hashable, bool]) -> None:
         """``known``: results by function and sizes, as most layers share both."""
         self._rotation = rotation
         self._kernels = kernels
@@ -438,9 +437,7 @@ class _WatchedRotation:
         self._verdicts.append(can_compare and self._verdict(*arguments))
         return self._rotation(*arguments, **named)
 
-    def _verdict(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> bool:
+    def _verdict(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         norms = [one.norm if isinstance(one, Normed) else None for one in (q, k)]
         key = (self._rotation, q.shape[1], q.shape[3], k.shape[1], cos.shape[2], *norms)
         if key not in self._known:

@@ -39,11 +39,24 @@ def rotate(
     k_out = launcher.new_output((1, num_tokens, k_heads, dim), torch.bfloat16)
     launcher.launch(
         kernels.rotate,
-        q.data_ptr(), q.stride(2), q.stride(1), q_heads, q_out.data_ptr(),
-        k.data_ptr(), k.stride(2), k.stride(1), k_heads, k_out.data_ptr(),
-        dim, cos.data_ptr(), sin.data_ptr(), cos.stride(1), cos.shape[2], num_tokens,
+        q.data_ptr(),
+        q.stride(2),
+        q.stride(1),
+        q_heads,
+        q_out.data_ptr(),
+        k.data_ptr(),
+        k.stride(2),
+        k.stride(1),
+        k_heads,
+        k_out.data_ptr(),
+        dim,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.stride(1),
+        cos.shape[2],
+        num_tokens,
         num_kernel_threads(),
-    )  # fmt: skip
+    )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
 
@@ -102,9 +115,7 @@ def _copy(function: types.FunctionType, rotation: Rotate) -> types.FunctionType:
         assert decorated is not None
         inner = types.CellType(_copy(decorated.cell_contents, rotation))
         closure = tuple(inner if cell is decorated else cell for cell in closure)
-    copy = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, closure
-    )
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

@@ -133,10 +133,15 @@ def _rotated(
 
 @triton.jit(
     do_not_specialize=[
-        "query_stride_token", "query_stride_head", "key_stride_token", "key_stride_head",
-        "value_stride_token", "value_stride_head", "table_stride",
+        "query_stride_token",
+        "query_stride_head",
+        "key_stride_token",
+        "key_stride_head",
+        "value_stride_token",
+        "value_stride_head",
+        "table_stride",
     ]
-)  # fmt: skip
+)
 def rotate_kernel(
     query: tl.tensor,  # [tokens, HEADS, DIM]
     key: tl.tensor,  # [tokens, KV_HEADS, DIM]
@@ -198,18 +203,40 @@ def rotate_kernel(
         head = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         head_ok = head < HEADS
         queries = _rotated(
-            query + token * query_stride_token, query_stride_head, head, head_ok, cos, sin,
-            query_factors, query_epsilon, DIM, DIM_PAD, HALF, HAS_NORM, ROUNDS_TWICE,
-        )  # fmt: skip
+            query + token * query_stride_token,
+            query_stride_head,
+            head,
+            head_ok,
+            cos,
+            sin,
+            query_factors,
+            query_epsilon,
+            DIM,
+            DIM_PAD,
+            HALF,
+            HAS_NORM,
+            ROUNDS_TWICE,
+        )
         places = (token * HEADS + head)[:, None] * DIM + dim[None, :]
         tl.store(query_out + places, queries, mask=head_ok[:, None] & (dim < DIM)[None, :])
         return
     head = (tile - QUERY_TILES) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     head_ok = head < KV_HEADS
     keys = _rotated(
-        key + token * key_stride_token, key_stride_head, head, head_ok, cos, sin,
-        key_factors, key_epsilon, DIM, DIM_PAD, HALF, HAS_NORM, ROUNDS_TWICE,
-    )  # fmt: skip
+        key + token * key_stride_token,
+        key_stride_head,
+        head,
+        head_ok,
+        cos,
+        sin,
+        key_factors,
+        key_epsilon,
+        DIM,
+        DIM_PAD,
+        HALF,
+        HAS_NORM,
+        ROUNDS_TWICE,
+    )
     slot = token
     if IS_PAGED:
         slot = tl.load(slot_mapping + token)

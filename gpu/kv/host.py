@@ -30,12 +30,7 @@ class HostKv:
     """
 
     def __init__(
-        self,
-        device: TorchDevice,
-        num_slots: int,
-        block_bytes: int,
-        *,
-        watch_cpus: tuple[int, ...] = (),
+        self, device: TorchDevice, num_slots: int, block_bytes: int, *, watch_cpus: tuple[int, ...] = ()
     ) -> None:
         """Allocate the memory and make the streams; before the device's first operation.
 
@@ -69,9 +64,7 @@ class HostKv:
         """Adjacent slots, uint8. Drop it before ``close``."""
         assert self._memory is not None, "closed"
         assert first >= 0 and 0 < num_slots <= self.num_slots - first, (first, num_slots)
-        return self._memory.tensor(
-            self._offset_bytes(first), (num_slots * self.block_bytes,), torch.uint8
-        )
+        return self._memory.tensor(self._offset_bytes(first), (num_slots * self.block_bytes,), torch.uint8)
 
     def follows(self, slot: int) -> bool:
         """Whether the slot directly follows the other one in memory."""

@@ -53,11 +53,7 @@ class InputGroup:
         """
         num_members = len(self._backends)
         kernels = [b for b in self._backends if isinstance(b, KernelLinear)]
-        plain = [
-            b
-            for b in self._backends
-            if isinstance(b, PlainLinear) and b.weight.device.type != "cpu"
-        ]
+        plain = [b for b in self._backends if isinstance(b, PlainLinear) and b.weight.device.type != "cpu"]
         if len(kernels) == num_members and _are_of_one_form(kernels):
             self._fused = FusedProduct(kernels)
         elif len(plain) == num_members > 1 and len({b.weight.dtype for b in plain}) == 1:

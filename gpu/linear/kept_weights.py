@@ -91,9 +91,8 @@ class KeptWeights:
                 _write(file, matrices)
         except OSError as error:
             _LOG.warning(
-                "packed weights are not kept for the next start: %s: %s",
-                directory, error.strerror or error,
-            )  # fmt: skip
+                "packed weights are not kept for the next start: %s: %s", directory, error.strerror or error
+            )
         else:
             _LOG.info("packed weights are kept in %s (%d bytes)", self._path, num_bytes)
 
@@ -161,9 +160,11 @@ def _write(file: IO[bytes], matrices: Mapping[str, Arrays]) -> None:
         index[name] = {}
         for key, array in arrays.items():
             index[name][key] = {
-                "dtype": array.dtype.str, "shape": list(array.shape), "start": position,
+                "dtype": array.dtype.str,
+                "shape": list(array.shape),
+                "start": position,
                 "sha256": hashlib.sha256(_bytes_of(array)).hexdigest(),
-            }  # fmt: skip
+            }
             position = _aligned(position + array.nbytes)
     text = json.dumps(index).encode()
     file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))

@@ -89,11 +89,7 @@ class NumbaLinear(KernelLinear):
     dtypes: ClassVar[frozenset[torch.dtype] | None] = frozenset({torch.bfloat16})
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        tag: np.generic | None = None,
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, tag: np.generic | None = None
     ) -> None:
         """Pack ``weight`` [out_features, in_features], bfloat16.
 
@@ -163,9 +159,7 @@ class FusedProduct:
             rows = self._padded_rows(x)
             stride = rows.stride(0)
         launcher = current_launcher()
-        results = [
-            launcher.new_output((*leading, padded), torch.bfloat16) for padded, _ in self._widths
-        ]
+        results = [launcher.new_output((*leading, padded), torch.bfloat16) for padded, _ in self._widths]
         matrices = launcher.keep_alive(array("q", self._matrices))
         for matrix, y in enumerate(results):
             matrices[matrix * MATRIX_FIELDS + Y_FIELD] = y.data_ptr()

@@ -97,9 +97,7 @@ class PackedWeight:
         if self.format.has_exponents:
             assert values is not None
             scales, values = layout.powers_of_two(values), None
-        return QuantizedWeight(
-            self.format.bits, codes, scales, values, self.format.levels, self.order
-        )
+        return QuantizedWeight(self.format.bits, codes, scales, values, self.format.levels, self.order)
 
 
 def _tag_of(weight: QuantizedWeight, *, x_bits: int) -> np.generic:
@@ -129,9 +127,13 @@ class QuantizedLinear(KernelLinear):
         self.packed = packed
         self.name = packed.name
         super().__init__(
-            packed.tag, (packed.out_features, packed.in_features), packed.blocks, bias,
-            packed.group_values, packed.order,
-        )  # fmt: skip
+            packed.tag,
+            (packed.out_features, packed.in_features),
+            packed.blocks,
+            bias,
+            packed.group_values,
+            packed.order,
+        )
 
     @property
     def weight(self) -> torch.Tensor:

@@ -53,9 +53,7 @@ def select_linear_backend(
     """
     device = torch.device(device)
     if name not in {"auto", *BACKENDS}:
-        raise ConfigError(
-            f"--linear-backend {name!r} is unknown; choose one of auto, {', '.join(BACKENDS)}"
-        )
+        raise ConfigError(f"--linear-backend {name!r} is unknown; choose one of auto, {', '.join(BACKENDS)}")
     reasons = {
         candidate: _why_not(candidate, device, dtype)
         for candidate in (BACKENDS if name == "auto" else (name,))
@@ -80,8 +78,7 @@ def select_linear_backend(
     if path is not None:
         write_record(path, best, "the next start measures linear backends again")
     figures = [
-        f"{candidate} {' and '.join(f'{value:.3f}' for value in times[candidate])} ms"
-        for candidate in able
+        f"{candidate} {' and '.join(f'{value:.3f}' for value in times[candidate])} ms" for candidate in able
     ]
     sizes = " and ".join(str(tokens) for tokens in _MEASURED_TOKENS)
     return _chosen(best, "; ".join([f"{', '.join(figures)} for {sizes} tokens", *refused]))

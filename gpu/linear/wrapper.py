@@ -40,9 +40,7 @@ class TiedEmbedding(nn.Module):
 class AdaptedEmbedding(nn.Module):
     """Replaces the embedding of tokens: a look-up, and the deltas of adapters."""
 
-    def __init__(
-        self, base: nn.Module, context: StepContext, key: Hashable, target: Target
-    ) -> None:
+    def __init__(self, base: nn.Module, context: StepContext, key: Hashable, target: Target) -> None:
         """``base``: an ``nn.Embedding``, which may scale its rows, or its replacement."""
         super().__init__()
         self._base = base
@@ -103,11 +101,7 @@ class CorunLinear(nn.Module):
     """A base product and, if adapters may change this linear, their deltas."""
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        backend: LinearBackend,
-        group: InputGroup,
-        target_index: int | None,
+        self, linear: nn.Linear, backend: LinearBackend, group: InputGroup, target_index: int | None
     ) -> None:
         """Replace ``linear`` in ``group``; it is a target if it has an index."""
         super().__init__()

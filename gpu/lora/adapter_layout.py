@@ -15,24 +15,10 @@ import numpy as np
 import torch
 
 from ...cpu_workers.kernels.simd.layout import padded_features
-from ...runtime.adapters.resolved import (
-    FACTOR_BYTES,
-    RawTensor,
-    ResolvedAdapter,
-    TargetLora,
-    TargetRows,
-)
+from ...runtime.adapters.resolved import FACTOR_BYTES, RawTensor, ResolvedAdapter, TargetLora, TargetRows
 from ...runtime.adapters.target_map import Target, TargetMap
 from ...shm.arena import RegionPlace, RegionSpec
-from ...shm.region import (
-    TOKEN_BYTES,
-    Region,
-    TargetSize,
-    plan_region,
-    read_header,
-    row_start,
-    write_header,
-)
+from ...shm.region import TOKEN_BYTES, Region, TargetSize, plan_region, read_header, row_start, write_header
 from .base import OwnRows, PackedLora
 from .convert import to_tensor
 from .factors import FactorMaker, ReadBase
@@ -119,9 +105,7 @@ class AdapterLayout:
     def max_region_bytes(self, rank: int) -> int:
         """The largest region of adapters up to this rank."""
         return max(
-            self._region(
-                targets, [self._size(one, rank, 1.0, has_factors=True) for one in targets]
-            ).num_bytes
+            self._region(targets, [self._size(one, rank, 1.0, has_factors=True) for one in targets]).num_bytes
             for targets in self._groups.values()
         )
 
@@ -154,12 +138,19 @@ class AdapterLayout:
         targets = self._groups[key]
         return tuple(
             TargetMatrices(
-                target, at.rank, at.scaling, at.a_offset, at.b_offset, at.factor_offset,
-                at.rows_offset, at.num_rows, at.num_tokens,
+                target,
+                at.rank,
+                at.scaling,
+                at.a_offset,
+                at.b_offset,
+                at.factor_offset,
+                at.rows_offset,
+                at.num_rows,
+                at.num_tokens,
             )
             for target, at in zip(targets, region.targets, strict=True)
             if not at.is_empty
-        )  # fmt: skip
+        )
 
     def views(self, found: TargetMatrices, part: torch.Tensor) -> PackedLora:
         """One target's matrices as views of a region, or of its copy on a device."""
@@ -169,9 +160,7 @@ class AdapterLayout:
             b=self._view(part, found.b_offset, self._b_shape(target, rank)),
             rank=rank,
             scaling=found.scaling,
-            factors=self._factors(part, found.factor_offset, target)
-            if found.factor_offset
-            else None,
+            factors=self._factors(part, found.factor_offset, target) if found.factor_offset else None,
             own=self.own_rows(found, part, found.rows_offset),
         )
 
@@ -199,9 +188,7 @@ class AdapterLayout:
         row_bytes = own.target.row_features * self.dtype.itemsize
         return replace(size, row_bytes=row_bytes, num_rows=own.num_rows, num_tokens=own.num_tokens)
 
-    def _size(
-        self, target: Target, rank: int, scaling: float, *, has_factors: bool = False
-    ) -> TargetSize:
+    def _size(self, target: Target, rank: int, scaling: float, *, has_factors: bool = False) -> TargetSize:
         itemsize = self.dtype.itemsize
         _, columns = padded_features(0, target.out_features, itemsize)
         if not rank:
@@ -212,9 +199,7 @@ class AdapterLayout:
         # Stored in the header's form, so that reading it back gives an equal value.
         return TargetSize(rank, columns, float(np.float32(scaling)), a_bytes, b_bytes, factor_bytes)
 
-    def _places_of(
-        self, plan: GroupPlan, part: torch.Tensor, places: dict[str, WriteMatrix]
-    ) -> None:
+    def _places_of(self, plan: GroupPlan, part: torch.Tensor, places: dict[str, WriteMatrix]) -> None:
         for lora, at in zip(plan.loras, plan.region.targets, strict=True):
             if lora is None:
                 continue
@@ -223,9 +208,7 @@ class AdapterLayout:
             places[lora.a.name] = partial(self.matrices.write_a, place=bits_of(a))
             places[lora.b.name] = partial(self.matrices.write_b, place=bits_of(b))
 
-    def _row_places_of(
-        self, plan: GroupPlan, part: torch.Tensor, places: dict[str, WriteMatrix]
-    ) -> None:
+    def _row_places_of(self, plan: GroupPlan, part: torch.Tensor, places: dict[str, WriteMatrix]) -> None:
         """Write the tokens of rows, and add the places of the rows."""
         rows_of = {own.target.index: own for own in plan.rows if own is not None}
         for found in self.matrices_of(plan.key, plan.region):
@@ -239,9 +222,7 @@ class AdapterLayout:
                 places[run.tensor.name] = partial(np.copyto, bits_of(own.rows[start:end]))
                 start = end
 
-    def _makers_of(
-        self, plan: GroupPlan, part: torch.Tensor, makers: dict[str, FactorMaker]
-    ) -> None:
+    def _makers_of(self, plan: GroupPlan, part: torch.Tensor, makers: dict[str, FactorMaker]) -> None:
         for lora, at in zip(plan.loras, plan.region.targets, strict=True):
             if lora is not None and lora.magnitudes is not None:
                 assert self.read_base is not None, "the base's weights are not set"
@@ -268,9 +249,8 @@ class RegionWriter:
     """Writes an adapter's tensors to their places in regions, in any order."""
 
     def __init__(
-        self, layout: AdapterLayout, places: dict[str, WriteMatrix],
-        makers: dict[str, FactorMaker],
-    ) -> None:  # fmt: skip
+        self, layout: AdapterLayout, places: dict[str, WriteMatrix], makers: dict[str, FactorMaker]
+    ) -> None:
         """``places``: by tensor name what writes the bits of its matrix.
 
         ``makers``: by the names of all tensors of targets with factors.

@@ -53,9 +53,7 @@ class LoraBackend(Protocol):
         """
         ...
 
-    def add_delta(
-        self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch
-    ) -> None:
+    def add_delta(self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch) -> None:
         """Add the deltas of one target to y, in place.
 
         x: [tokens, in_features], y: [tokens, out_features], both of the model's dtype with a
@@ -65,11 +63,7 @@ class LoraBackend(Protocol):
         ...
 
     def add_deltas(
-        self,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
-        batch: LoraBatch,
+        self, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int], batch: LoraBatch
     ) -> None:
         """``add_delta`` for several targets that read the same x, each with its own y."""
         ...
@@ -85,17 +79,11 @@ class TargetByTarget(ABC):
     layout: MatrixLayout = ROWS
 
     @abstractmethod
-    def add_delta(
-        self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch
-    ) -> None:
+    def add_delta(self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch) -> None:
         """See ``LoraBackend``."""
 
     def add_deltas(
-        self,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
-        batch: LoraBatch,
+        self, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int], batch: LoraBatch
     ) -> None:
         """Add the deltas of one target at a time; see ``LoraBackend``."""
         for y, target_index in zip(ys, target_indices, strict=True):

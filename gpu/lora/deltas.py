@@ -45,9 +45,7 @@ def add_head_deltas(
     backend.add_deltas(x, (y[:, :num_tokens],), (target_index,), batch)
 
 
-def _segments(
-    table: LoraTable, target_index: int, batch: LoraBatch
-) -> Iterator[tuple[int, int, PackedLora]]:
+def _segments(table: LoraTable, target_index: int, batch: LoraBatch) -> Iterator[tuple[int, int, PackedLora]]:
     """The segments of adapters that have the target: its first token, one past the last."""
     for start, end, row in zip(
         batch.segment_starts_host, batch.segment_ends_host, batch.table_rows_host, strict=True
@@ -87,9 +85,12 @@ def _rows_of_b(packed: PackedLora, out_features: int) -> torch.Tensor:
 
 
 def add_deltas(
-    backend: LoraBackend, x: torch.Tensor, ys: Sequence[torch.Tensor],
-    target_indices: Sequence[int], batch: LoraBatch,
-) -> None:  # fmt: skip
+    backend: LoraBackend,
+    x: torch.Tensor,
+    ys: Sequence[torch.Tensor],
+    target_indices: Sequence[int],
+    batch: LoraBatch,
+) -> None:
     """See ``LoraBackend.add_deltas``; also for an embedding: its x are token ids."""
     if x.dtype == torch.int64:
         add_embedding_deltas(backend.table, x, ys[0], target_indices[0], batch)
@@ -112,11 +113,7 @@ class ResidentDeltas:
         """Do nothing: no deltas are computed elsewhere."""
 
     def add(
-        self,
-        group: Hashable,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
+        self, group: Hashable, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int]
     ) -> None:
         """Add the deltas of the batch's adapters."""
         add_deltas(self._backend, x, ys, target_indices, self._batch)

@@ -54,9 +54,7 @@ class FactorMaker:
         self.place[1] = 0.0 if bias is None else (1.0 - factors) * bias.float()
 
 
-def merged_norms(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def merged_norms(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
     """Norms of the rows of W + scaling * B A: float32 [out_features].
 
     weight: [out_features, in_features]; a: float32 [rank, in_features]; b: float32 [out_features,

@@ -31,9 +31,7 @@ class NumbaLora:
     name = "numba"
     layout: MatrixLayout = PACKED
 
-    def __init__(
-        self, table: LoraTable, *, dtype: torch.dtype, tag: np.generic | None = None
-    ) -> None:
+    def __init__(self, table: LoraTable, *, dtype: torch.dtype, tag: np.generic | None = None) -> None:
         """Serve the adapters of ``table``, in ``dtype``.
 
         ``tag``: the arithmetic for bfloat16, of ``layout``; None = the fastest here.
@@ -60,24 +58,15 @@ class NumbaLora:
         packed_a = torch.from_numpy(layout.pack_a(self._bits(a).numpy())).clone()
         packed_b = torch.from_numpy(layout.pack_b(self._bits(b).numpy())).clone()
         return PackedLora(
-            a=packed_a.view(self._dtype),
-            b=packed_b.view(self._dtype),
-            rank=a.shape[0],
-            scaling=scaling,
+            a=packed_a.view(self._dtype), b=packed_b.view(self._dtype), rank=a.shape[0], scaling=scaling
         )
 
-    def add_delta(
-        self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch
-    ) -> None:
+    def add_delta(self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch) -> None:
         """Add the deltas of one target to y, in place; see ``LoraBackend``."""
         self.add_deltas(x, (y,), (target_index,), batch)
 
     def add_deltas(
-        self,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
-        batch: LoraBatch,
+        self, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int], batch: LoraBatch
     ) -> None:
         """Add the deltas of targets that read the same x, in one kernel; see ``LoraBackend``."""
         assert x.dtype == self._dtype and x.stride(1) == 1, (x.dtype, x.stride())
@@ -150,9 +139,7 @@ class NumbaLora:
         assert metadata.lora is not None, "the captured pass has adapters"
         self._prepare(metadata.lora, metadata.attention.num_tokens, 0, 0)
 
-    def _prepare(
-        self, batch: LoraBatch, num_tokens: int, num_targets: int, in_features: int
-    ) -> None:
+    def _prepare(self, batch: LoraBatch, num_tokens: int, num_targets: int, in_features: int) -> None:
         """Set the kernel's fields for a batch, and the largest number of targets and features."""
         has_room = num_targets <= self._most_targets and in_features <= self._most_features
         if batch is self._seen and has_room:
@@ -166,10 +153,7 @@ class NumbaLora:
         if self._hidden.numel() < num_values:
             self._hidden = torch.empty(num_values, dtype=torch.float32)
         self._most_features = max(self._most_features, in_features)
-        if (
-            self._tag.dtype == layout.BFLOAT16.dtype
-            and self._wide.numel() < num_tokens * self._most_features
-        ):
+        if self._tag.dtype == layout.BFLOAT16.dtype and self._wide.numel() < num_tokens * self._most_features:
             self._wide = torch.empty(num_tokens * self._most_features, dtype=torch.float32)
         scratch = (self._hidden, self._wide)
         places = (batch.segment_starts, batch.segment_ends, batch.table_rows, *scratch)

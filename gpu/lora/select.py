@@ -32,9 +32,7 @@ def select_lora_backend(
     wanted = name if name != "auto" else "triton" if device.type == "cuda" else "numba"
     reason = _why_not(wanted, device, dtype)
     if reason is None:
-        return _chosen(
-            _make(wanted, table, dtype), "configured" if name != "auto" else "probe passed"
-        )
+        return _chosen(_make(wanted, table, dtype), "configured" if name != "auto" else "probe passed")
     if name != "auto":
         raise ConfigError(f"--lora-backend {name} cannot be used: {reason}")
     _LOGGER.warning(
@@ -88,9 +86,7 @@ def _probe(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     for backend_name in (name, "torch"):
         table = LoraTable(1, 2, device)
         backend = (
-            TorchLora(table, dtype=dtype)
-            if backend_name == "torch"
-            else _make(backend_name, table, dtype)
+            TorchLora(table, dtype=dtype) if backend_name == "torch" else _make(backend_name, table, dtype)
         )
         rows = tuple(table.add(DeviceAdapter({0: backend.pack(a, b, 0.5)})) for a, b in matrices)
         table.upload()

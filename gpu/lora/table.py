@@ -38,9 +38,7 @@ class TableEntries:
             np.array([packed.b.data_ptr() for packed in matrices], np.int64),
             np.array([packed.rank for packed in matrices], np.int32),
             np.array([packed.scaling for packed in matrices], np.float32),
-            np.array(
-                [0 if p.factors is None else p.factors.data_ptr() for p in matrices], np.int64
-            ),
+            np.array([0 if p.factors is None else p.factors.data_ptr() for p in matrices], np.int64),
             max((packed.rank for packed in matrices), default=0),
         )
 
@@ -79,9 +77,14 @@ class LoraTable:
     """
 
     def __init__(
-        self, num_targets: int, capacity: int, device: torch.device | str,
-        *, embeddings: Iterable[int] = (), heads: Mapping[int, int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_targets: int,
+        capacity: int,
+        device: torch.device | str,
+        *,
+        embeddings: Iterable[int] = (),
+        heads: Mapping[int, int] | None = None,
+    ) -> None:
         """Make an empty table for ``capacity`` adapters at once.
 
         ``embeddings``: indices of the targets that are one. ``heads``: the tokens of those that are
@@ -111,9 +114,12 @@ class LoraTable:
 
     def _host_arrays(self) -> tuple[np.ndarray, ...]:
         return (
-            self.host_a_pointers, self.host_b_pointers, self.host_ranks, self.host_scalings,
+            self.host_a_pointers,
+            self.host_b_pointers,
+            self.host_ranks,
+            self.host_scalings,
             self.host_factor_pointers,
-        )  # fmt: skip
+        )
 
     @property
     def num_free_rows(self) -> int:

@@ -30,13 +30,9 @@ class TorchLora(TargetByTarget):
             scaling=scaling,
         )
 
-    def add_delta(
-        self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch
-    ) -> None:
+    def add_delta(self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch) -> None:
         """Add the deltas of one target to y, in place; see ``LoraBackend``."""
-        segments = zip(
-            batch.segment_starts_host, batch.segment_ends_host, batch.table_rows_host, strict=True
-        )
+        segments = zip(batch.segment_starts_host, batch.segment_ends_host, batch.table_rows_host, strict=True)
         for start, end, row in segments:
             packed = self.table.packed(row, target_index)
             if packed is None:

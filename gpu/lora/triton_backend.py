@@ -76,18 +76,12 @@ class TritonLora:
         assert packed.a.data_ptr() % 16 == 0 and packed.b.data_ptr() % 16 == 0
         return packed
 
-    def add_delta(
-        self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch
-    ) -> None:
+    def add_delta(self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch) -> None:
         """See ``LoraBackend``."""
         self.add_deltas(x, (y,), (target_index,), batch)
 
     def add_deltas(
-        self,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
-        batch: LoraBatch,
+        self, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int], batch: LoraBatch
     ) -> None:
         """One launch of each kernel if ys are columns of one tensor; see ``LoraBackend``."""
         assert x.dtype == self._dtype and x.stride(1) == 1, (x.dtype, x.stride())

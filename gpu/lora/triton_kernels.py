@@ -71,12 +71,8 @@ def shrink_kernel(
     for first in range(split * BLOCK_IN, in_features, NUM_SPLITS * BLOCK_IN):
         column = first + k
         column_ok = column < in_features
-        values = tl.load(
-            x_rows + column[None, :], mask=token_ok[:, None] & column_ok[None, :], other=0.0
-        )
-        weights = tl.load(
-            a_rows + column[:, None], mask=rank_ok[None, :] & column_ok[:, None], other=0.0
-        )
+        values = tl.load(x_rows + column[None, :], mask=token_ok[:, None] & column_ok[None, :], other=0.0)
+        weights = tl.load(a_rows + column[:, None], mask=rank_ok[None, :] & column_ok[:, None], other=0.0)
         total = tl.dot(values, weights, total, input_precision=PRECISION)
     total *= tl.load(scalings + entry)
     h_row = token.to(tl.int64) * group_size + member
@@ -151,9 +147,7 @@ def expand_kernel(
                 other=0.0,
             )
         b_rows = b + r.to(tl.int64)[:, None] * out_features
-        weights = tl.load(
-            b_rows + column[None, :], mask=rank_ok[:, None] & column_ok[None, :], other=0.0
-        )
+        weights = tl.load(b_rows + column[None, :], mask=rank_ok[:, None] & column_ok[None, :], other=0.0)
         total = tl.dot(values, weights.to(tl.float32), total, input_precision=PRECISION)
     target = y + token.to(tl.int64)[:, None] * y_stride + (place + column)[None, :]
     mask = token_ok[:, None] & column_ok[None, :]

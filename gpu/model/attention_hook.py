@@ -31,11 +31,23 @@ _IDS = itertools.count()
 # in the keys, the pool is the cache, and the others request outputs that are not used here.
 _WITHOUT_EFFECT = frozenset(
     {
-        "position_ids", "cache_position", "position_embeddings", "use_cache", "output_attentions",
-        "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
-        "past_key_values", "past_key_value", "cache", "dropout", "layer_idx", "num_items_in_batch",
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+        "past_key_values",
+        "past_key_value",
+        "cache",
+        "dropout",
+        "layer_idx",
+        "num_items_in_batch",
     }
-)  # fmt: skip
+)
 
 
 # Of batch, head, query and key, which broadcast; True where the query sees the key.
@@ -84,9 +96,7 @@ def _read_mask(mask: MaskFunction, local_size: int | None) -> Sight:
     try:
         seen = mask(zero, zero, query, key).broadcast_to(query.shape[0], key.shape[1])
     except (IndexError, RuntimeError, ValueError) as error:
-        raise _NotOfPositionsError(
-            f"its attention mask is not a function of positions ({error})"
-        ) from error
+        raise _NotOfPositionsError(f"its attention mask is not a function of positions ({error})") from error
     causal = key <= query
     if torch.equal(seen, causal):
         return Sight()
@@ -199,10 +209,17 @@ class PagedAttentionHook:
         return params if window == params.sliding_window else replace(params, sliding_window=window)
 
     def _make_mask(
-        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction,
-        local_size: int | None = None, dtype: torch.dtype | None = None,
-        device: torch.device | None = None, **_: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        *,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        mask_function: MaskFunction,
+        local_size: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
         """Called by transformers for each kind of mask; returns [batch, 1, queries, keys]."""
         record = self._record
         assert record is not None
@@ -222,9 +239,7 @@ class PagedAttentionHook:
             raise _own_mask(module)
         return known[1]
 
-    def _record_layer(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, sight: Sight
-    ) -> None:
+    def _record_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor, sight: Sight) -> None:
         record = self._record
         assert record is not None
         record.layer_indices.append(layer)

@@ -29,9 +29,7 @@ class StoredBaseWeights:
         self._source = source
         self._dtype = dtype
 
-    def differing_rows(
-        self, name: str, tensor: RawTensor, parts: Iterable[memoryview]
-    ) -> NDArray[np.bool_]:
+    def differing_rows(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> NDArray[np.bool_]:
         """See ``resolved.BaseWeights``."""
         files, names = self._opened
         stored = names.find(name)

@@ -143,9 +143,8 @@ def _read_matrix(files: WeightFiles, name: str, kind: str) -> _Matrix:
     if dtype not in _DTYPES:
         raise unreadable(name, f"its values are {dtype}; corun supports {', '.join(_DTYPES)}")
     matrix = _Matrix(
-        files, name, shape, getattr(torch, dtype), block_size, nested_block_size, offset,
-        has_levels=False,
-    )  # fmt: skip
+        files, name, shape, getattr(torch, dtype), block_size, nested_block_size, offset, has_levels=False
+    )
     _check(matrix)
     is_in_groups = len(shape) == 2 and block_size == GROUP_SIZE and shape[1] % GROUP_SIZE == 0
     if not is_in_groups:

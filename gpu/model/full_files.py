@@ -66,9 +66,7 @@ class Found:
 class FullFiles(WeightFiles):
     """The *.safetensors of a model, with a full tensor in place of each quantised one."""
 
-    def __init__(
-        self, source: ModelSource, find: Callable[[WeightFiles], Found], method: str
-    ) -> None:
+    def __init__(self, source: ModelSource, find: Callable[[WeightFiles], Found], method: str) -> None:
         """Find all quantised tensors. Raises ``ModelError``.
 
         ``method``: what config.json calls the format, for logs.
@@ -87,8 +85,10 @@ class FullFiles(WeightFiles):
         if not self._matrices:
             _LOG.warning(
                 "config.json of %s says that the checkpoint is quantised (%s), but no tensor is; "
-                "the weights are served as stored", source.path, method,
-            )  # fmt: skip
+                "the weights are served as stored",
+                source.path,
+                method,
+            )
 
     @property
     def names(self) -> Collection[str]:

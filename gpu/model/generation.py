@@ -14,15 +14,33 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 
 # Settings of transformers' generate that corun does not apply, with the neutral value of each.
 _NOT_APPLIED: dict[str, object] = {
-    "bad_words_ids": None, "begin_suppress_tokens": None, "constraints": None, "dola_layers": None,
-    "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "force_words_ids": None,
-    "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": 1.0,
-    "max_new_tokens": None, "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0,
-    "num_beams": 1, "penalty_alpha": 0.0, "sequence_bias": None, "stop_strings": None,
-    "suppress_tokens": None, "token_healing": False, "top_h": None, "typical_p": 1.0,
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "constraints": None,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "max_new_tokens": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "token_healing": False,
+    "top_h": None,
+    "typical_p": 1.0,
     "watermarking_config": None,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +92,13 @@ def _is_usable(name: str, stated: dict[str, Any], source: ModelSource) -> bool:
 
 def _warn_of_unapplied(stated: dict[str, Any], source: ModelSource) -> None:
     names = [
-        name for name, neutral in _NOT_APPLIED.items()
-        if stated.get(name) not in (None, neutral, [], {})
-    ]  # fmt: skip
+        name for name, neutral in _NOT_APPLIED.items() if stated.get(name) not in (None, neutral, [], {})
+    ]
     if names:
         _LOG.warning(
             "generation_config.json of %s: corun does not apply %s; answers can differ from those "
             "of transformers' generate. Requests can set stop, min_tokens, max_tokens and "
             "logit_bias",
-            source.path, ", ".join(names),
-        )  # fmt: skip
+            source.path,
+            ", ".join(names),
+        )

@@ -18,9 +18,7 @@ from .skeleton import build_skeleton, without_initial_values
 from .source import ModelSource, describe, warn_of_adapter
 from .weight_files import WeightFiles
 
-_DTYPES: Mapping[str, torch.dtype] = {
-    name: getattr(torch, name) for name in DTYPES if name != "auto"
-}
+_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if name != "auto"}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -33,14 +31,10 @@ def resolve_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ConfigError(
-                f"--device {name}: PyTorch sees no CUDA device here; use --device cpu"
-            )
+            raise ConfigError(f"--device {name}: PyTorch sees no CUDA device here; use --device cpu")
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ConfigError(
-                f"--device {name}: PyTorch sees {count} CUDA devices here, numbered from 0"
-            )
+            raise ConfigError(f"--device {name}: PyTorch sees {count} CUDA devices here, numbered from 0")
     return device
 
 
@@ -58,9 +52,13 @@ def resolve_dtype(name: str, config: Any) -> torch.dtype:
 
 
 def load_model(
-    source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device, attention: str,
+    source: ModelSource,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
     tensors: Mapping[str, Any] | None = None,
-) -> PreTrainedModel:  # fmt: skip
+) -> PreTrainedModel:
     """Load the weights with the registered attention function ``attention``.
 
     With a ``quantization_config`` transformers makes the modules that belong to it.
@@ -81,12 +79,16 @@ def load_model(
             # Given a path, it would apply an adapter stored there.
             model, loading = without_initial_values(
                 lambda: skeleton.model_class.from_pretrained(
-                    None, state_dict=dict(tensors), config=skeleton.model.config, dtype=dtype,
-                    attn_implementation=attention, output_loading_info=True,
+                    None,
+                    state_dict=dict(tensors),
+                    config=skeleton.model.config,
+                    dtype=dtype,
+                    attn_implementation=attention,
+                    output_loading_info=True,
                     ignore_mismatched_sizes=True,
                     device_map={"": device} if is_quantized else None,  # it needs accelerate
                 )
-            )  # fmt: skip
+            )
         except ModelError:  # raised while reading a tensor
             raise
         except Exception as error:  # any error of the model's code and files

@@ -51,9 +51,8 @@ class PlainLogits:
     """
 
     def __init__(
-        self, model: PreTrainedModel, hook: PagedAttentionHook,
-        sequences: Sequence[tuple[int, ...]],
-    ) -> None:  # fmt: skip
+        self, model: PreTrainedModel, hook: PagedAttentionHook, sequences: Sequence[tuple[int, ...]]
+    ) -> None:
         self._model = model
         self._hook = hook
         self._sequences = sequences
@@ -78,9 +77,7 @@ class PlainLogits:
         try:
             with torch.inference_mode(), _moved_embeddings(model, seed):
                 return [
-                    model(
-                        input_ids=torch.tensor([tokens], device=model.device), use_cache=False
-                    ).logits[0]
+                    model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
                     for tokens in self._sequences
                 ]
         except Exception as error:  # any error of the model's code: there is no reference

@@ -55,9 +55,7 @@ def record_attention(
     try:
         with hook.recording() as record, torch.inference_mode():
             mask = torch.ones_like(tokens) if with_padding_mask else None
-            model(
-                input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
-            )  # fmt: skip
+            model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False)
     except ModelError as error:
         raise ModelError(f"{describe(model.config)} cannot be served: {error}") from error
     except Exception as error:  # any error of the model's code: it cannot be served
@@ -124,9 +122,9 @@ def _check_sights(config: Any, record: AttentionRecord) -> None:
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     for layer, kind in enumerate(kinds):
         sight = record.sights[layer]
-        is_lost = {
-            "sliding_attention": sight.window is None, "chunked_attention": sight.chunk is None,
-        }.get(kind, False)  # fmt: skip
+        is_lost = {"sliding_attention": sight.window is None, "chunked_attention": sight.chunk is None}.get(
+            kind, False
+        )
         if is_lost:
             raise ModelError(
                 f"{describe(config)} cannot be served: layer {layer} is of type {kind}, but "
@@ -151,9 +149,8 @@ def _run_packed(step: PackedStep, sequences: Sequence[tuple[int, ...]]) -> list[
     out = step([ProbeRow(0, 0, sequences[0][:first]), ProbeRow(1, 0, sequences[1][:cut])])
     logits[0].append(out[0])
     out = step(
-        [ProbeRow(0, first, sequences[0][first : first + 1]),
-         ProbeRow(1, cut, sequences[1][cut:second])]
-    )  # fmt: skip
+        [ProbeRow(0, first, sequences[0][first : first + 1]), ProbeRow(1, cut, sequences[1][cut:second])]
+    )
     logits[0].append(out[0])
     logits[1].append(out[1])
     for i in range(_NUM_DECODE_STEPS):

@@ -69,9 +69,11 @@ def open_files(source: ModelSource, stored: StoredQuantization | None) -> Weight
 
     def find(files: WeightFiles) -> Found:
         found = [
-            find_four_bit(files), find_integers(files), find_floats(files, stored.block),
+            find_four_bit(files),
+            find_integers(files),
+            find_floats(files, stored.block),
             find_mxfp4(files),
-        ]  # fmt: skip
+        ]
         if stored.layout:
             found.append(find_stored_integers(files, stored))
         return Found(
@@ -87,9 +89,8 @@ class QuantizedLinears:
     """Makes the matrices of one model, and stores them for later starts."""
 
     def __init__(
-        self, source: ModelSource, config: Any, quantization: Quantization,
-        directory: Path | None,
-    ) -> None:  # fmt: skip
+        self, source: ModelSource, config: Any, quantization: Quantization, directory: Path | None
+    ) -> None:
         """Read the list of tensors. Raises ``ModelError``.
 
         ``directory``: for storing matrices; None = nothing is stored.
@@ -108,9 +109,7 @@ class QuantizedLinears:
         self._narrow: list[str] = []  # linears with inputs that are not whole groups
         self.skeleton: PreTrainedModel  # the model without weights
 
-    def load_rest(
-        self, dtype: torch.dtype, device: torch.device, attention: str
-    ) -> PreTrainedModel:
+    def load_rest(self, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
         """Load the model like ``load_model``, with placeholders for the matrices of ``make``.
 
         Raises ``ModelError``.
@@ -130,8 +129,10 @@ class QuantizedLinears:
             assert self._quantization.stored is not None
             _LOG.info(
                 "%d matrices of the checkpoint are quantised (%s); %d of them are read in full",
-                self._files.num_quantized, self._quantization.stored.method, self._num_in_full,
-            )  # fmt: skip
+                self._files.num_quantized,
+                self._quantization.stored.method,
+                self._num_in_full,
+            )
         zero = torch.zeros((), dtype=dtype)
         shapes = {
             path: one.weight.T.shape if path in skeleton.transposed else one.weight.shape
@@ -145,9 +146,7 @@ class QuantizedLinears:
         replaced = zeros.keys() | {f"{stored}.weight" for stored in self._stored.values()}
         names = [name for name in self._files.names if name not in replaced]
         with self._files.lazily(names) as tensors:
-            return load_model(
-                self._source, self._config, dtype, device, attention, {**tensors, **zeros}
-            )
+            return load_model(self._source, self._config, dtype, device, attention, {**tensors, **zeros})
 
     @property
     def kind(self) -> str:
@@ -208,13 +207,13 @@ class QuantizedLinears:
                 self._kept.write({path: _arrays(packed) for path, packed in made.items()})
         if self._narrow:
             _LOG.warning(
-                "%d linears are not quantised, because their input widths are not multiples of %d: "
-                "%s%s", len(self._narrow), GROUP_SIZE, ", ".join(self._narrow[:3]),
+                "%d linears are not quantised, because their input widths are not multiples of %d: %s%s",
+                len(self._narrow),
+                GROUP_SIZE,
+                ", ".join(self._narrow[:3]),
                 " and more" if len(self._narrow) > 3 else "",
-            )  # fmt: skip
-        quantized_bytes = sum(
-            array.nbytes for packed in made.values() for array in _arrays(packed).values()
-        )
+            )
+        quantized_bytes = sum(array.nbytes for packed in made.values() for array in _arrays(packed).values())
         replaced = {f"{path}.weight" for path in made}
         others = sum(size for name, size in full_bytes.items() if name not in replaced)
         return Weights(
@@ -238,9 +237,7 @@ class QuantizedLinears:
         self._bits = dict.fromkeys(stored)
         asked = {path: self._quantization.bits for path in _inside_layers(skeleton.model, linears)}
         head = skeleton.model.get_output_embeddings()
-        asked |= {
-            path: self._quantization.head_bits for path, one in linears.items() if one is head
-        }
+        asked |= {path: self._quantization.head_bits for path, one in linears.items() if one is head}
         for path, bits in asked.items():
             if path in stored or bits is None:
                 continue
@@ -280,8 +277,7 @@ class QuantizedLinears:
         assert found is not None
         if found != shape:
             raise ModelError(
-                f"{name} of {self._source.path!r} is {list(found)}, but config.json asks for "
-                f"{list(shape)}"
+                f"{name} of {self._source.path!r} is {list(found)}, but config.json asks for {list(shape)}"
             )
         name = f"{self._stored[path]}.bias"
         is_lost = linear.bias is None and self._files.shape(name) is not None
@@ -308,9 +304,7 @@ class QuantizedLinears:
         for start in range(0, len(weight.codes), num_rows):
             rows = slice(start, start + num_rows)
             zeros = None if weight.zero_points is None else weight.zero_points[rows]
-            part = replace(
-                weight, codes=weight.codes[rows], scales=weight.scales[rows], zero_points=zeros
-            )
+            part = replace(weight, codes=weight.codes[rows], scales=weight.scales[rows], zero_points=zeros)
             matrix = torch.from_numpy(part.dequantized())
             error = (actual[:, rows] - torch.nn.functional.linear(x.float(), matrix)).abs()
             if not bool((error <= _MAX_PRODUCT_ERROR * matrix.norm(dim=1)).all()):
@@ -362,15 +356,8 @@ def _arrays(packed: PackedWeight) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _from_arrays(
-    arrays: Mapping[str, np.ndarray], out_features: int, in_features: int
-) -> PackedWeight:
+def _from_arrays(arrays: Mapping[str, np.ndarray], out_features: int, in_features: int) -> PackedWeight:
     (name,) = TAGS.keys() & arrays.keys()
     return PackedWeight(
-        TAGS[name],
-        out_features,
-        in_features,
-        arrays[name],
-        arrays.get(_GROUP_VALUES),
-        arrays.get(_ORDER),
+        TAGS[name], out_features, in_features, arrays[name], arrays.get(_GROUP_VALUES), arrays.get(_ORDER)
     )

@@ -60,9 +60,7 @@ class Quantization:
         return _W8A8 if bits == 8 and self.is_w8a8 else f"int{bits}"
 
 
-def plan_quantization(
-    config: EngineConfig, hf_config: Any, device: torch.device
-) -> Quantization | None:
+def plan_quantization(config: EngineConfig, hf_config: Any, device: torch.device) -> Quantization | None:
     """Decide what is quantised; None if nothing.
 
     Raises ``ConfigError`` for options that contradict the device or the checkpoint, ``ModelError``
@@ -103,9 +101,8 @@ def plan_quantization(
         bits = None
     head_bits = 8 if head == "auto" and bits is not None else _BITS.get(head)
     plan = Quantization(
-        bits, head_bits, stored, is_w8a8=asked == _W8A8, keeps_levels=keeps_levels,
-        has_modules=has_modules,
-    )  # fmt: skip
+        bits, head_bits, stored, is_w8a8=asked == _W8A8, keeps_levels=keeps_levels, has_modules=has_modules
+    )
     if plan.has_integers and device.type != "cpu":
         what = f"--quantization {asked}" if asked else f"--lm-head-quantization {head}"
         raise ConfigError(f"{what} is supported only on the CPU; use --device cpu")
@@ -139,8 +136,9 @@ def check_dtype(dtype: torch.dtype, plan: Quantization, *, is_chosen: bool) -> t
         if plan.has_integers:
             _LOG.warning(
                 "--dtype %s with quantised weights dequantises them for each product, which is "
-                "exact, but many times slower than --dtype bfloat16", name,
-            )  # fmt: skip
+                "exact, but many times slower than --dtype bfloat16",
+                name,
+            )
         return dtype
     _LOG.info("the model's type is %s; with quantised weights it is served in bfloat16", name)
     return torch.bfloat16

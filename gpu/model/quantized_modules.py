@@ -47,9 +47,7 @@ class QuantizedModules:
         self._bytes: dict[str, int] = {}  # of modules that ``make`` has taken, by path
         self.skeleton: PreTrainedModel  # the model with full linears, on the meta device
 
-    def load_rest(
-        self, dtype: torch.dtype, device: torch.device, attention: str
-    ) -> PreTrainedModel:
+    def load_rest(self, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
         """Load the model like ``load_model``, with the modules of its format's library.
 
         Raises ``ModelError``.
@@ -64,8 +62,10 @@ class QuantizedModules:
         if model.dtype != asked:
             _LOG.warning(
                 "the model is served in %s instead of %s, as its %s linears need it",
-                model.dtype, asked, self._method,
-            )  # fmt: skip
+                model.dtype,
+                asked,
+                self._method,
+            )
         return model
 
     def quantizes_all(self, _model: nn.Module) -> bool:
@@ -85,13 +85,10 @@ class QuantizedModules:
         ``full_bytes``: of all original parameters of the model, by name.
         """
         _LOG.info(
-            "%d linears are computed by modules of %s, and the others in full",
-            len(self._bytes), self._method,
-        )  # fmt: skip
-        quantized_bytes = sum(self._bytes.values())
-        others = sum(
-            size for name, size in full_bytes.items() if name.rpartition(".")[0] not in self._bytes
+            "%d linears are computed by modules of %s, and the others in full", len(self._bytes), self._method
         )
+        quantized_bytes = sum(self._bytes.values())
+        others = sum(size for name, size in full_bytes.items() if name.rpartition(".")[0] not in self._bytes)
         kind = self._method if self._bytes else ""
         return Weights(quantized_bytes + others, quantized_bytes, kind, self._quantization.label)
 
@@ -106,7 +103,5 @@ class QuantizedModules:
 def _read(files: WeightFiles, name: str | None, path: str) -> torch.Tensor:
     """The full matrix of the linear at ``path``, as corun's own reader of the format makes it."""
     if name is None:
-        raise AdapterError(
-            f"DoRA needs the weight of {path}, which the checkpoint stores under another name"
-        )
+        raise AdapterError(f"DoRA needs the weight of {path}, which the checkpoint stores under another name")
     return files.read(name)

@@ -24,10 +24,7 @@ def rope_recompute_length(model: nn.Module) -> int | None:
 
 def rope_max_length(model: nn.Module) -> int | None:
     """Longest context for which ``dynamic`` rotary embeddings keep their frequencies."""
-    limits = {
-        int(cast(int, module.original_max_seq_len))
-        for _, module in _rotary_modules(model, "dynamic")
-    }
+    limits = {int(cast(int, module.original_max_seq_len)) for _, module in _rotary_modules(model, "dynamic")}
     return min(limits) if limits else None
 
 

@@ -14,9 +14,11 @@ from .weight_files import WeightFiles
 
 _FLOATS, _INTEGERS = "F8_E4M3", "I8"
 _DTYPES = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
     "F8_E8M0": torch.float32,  # powers of two
-}  # fmt: skip
+}
 # After the name of the tensor.
 _SCALES = ("_scale_inv", "_scale")
 # After the path of its module.

@@ -30,14 +30,7 @@ from .fingerprint import code_files
 from .probe import record_attention
 from .source import ModelSource, describe, load_config, warn_of_adapter
 from .stored_quantization import read_stored_quantization
-from .targets import (
-    LeftOut,
-    build_target_map,
-    embeds_own_tokens,
-    find_layers,
-    record_calls,
-    with_calls,
-)
+from .targets import LeftOut, build_target_map, embeds_own_tokens, find_layers, record_calls, with_calls
 
 _T = TypeVar("_T")
 _BIDIRECTIONAL = "use_bidirectional_attention"
@@ -120,11 +113,7 @@ class _WithoutInitialValues(TorchFunctionMode):
         self._ranges_on_cpu = ranges_on_cpu
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
         if getattr(func, "__module__", None) == torch.nn.init.__name__:
@@ -169,10 +158,12 @@ def build_skeleton(source: ModelSource, config: Any, attention: str) -> Skeleton
         with torch.device("meta"):
             model: PreTrainedModel = without_initial_values(
                 lambda: auto_class.from_config(
-                    copy.deepcopy(config), attn_implementation=attention, dtype=torch.bfloat16,
+                    copy.deepcopy(config),
+                    attn_implementation=attention,
+                    dtype=torch.bfloat16,
                     trust_remote_code=source.trust_remote_code,
                 )
-            ).to("meta")  # fmt: skip
+            ).to("meta")
     except Exception as error:  # any error of the model's code
         reason = f"{type(error).__name__}: {error}"
         if attention in reason:  # it has a fixed table of attention classes
@@ -205,9 +196,7 @@ def target_map_and_code_of(source: ModelSource) -> tuple[TargetMap, tuple[Path, 
         hook.close()
 
 
-def _as_called(
-    target_map: TargetMap, model: PreTrainedModel, hook: PagedAttentionHook
-) -> TargetMap:
+def _as_called(target_map: TargetMap, model: PreTrainedModel, hook: PagedAttentionHook) -> TargetMap:
     """Run the model without weights; only modules that it calls are targets."""
     paths = [target.path for target in target_map.targets]
 

@@ -172,9 +172,11 @@ def _shrink(text: Any, num_layers: int, divisor: int) -> None:
 
 
 def _shrink_thresholds(
-    kind: type[PreTrainedModel], config: Any, shapes: Mapping[str, tuple[int, ...]],
+    kind: type[PreTrainedModel],
+    config: Any,
+    shapes: Mapping[str, tuple[int, ...]],
     fields: Mapping[_Field, int],
-) -> tuple[Threshold, ...]:  # fmt: skip
+) -> tuple[Threshold, ...]:
     """Set all numbers of ``fields`` that are no tensor's size to small ones, in the same order."""
     names: dict[int, list[_Field]] = {}
     for field, value in fields.items():

@@ -73,9 +73,7 @@ def load_generation_config(source: ModelSource, config: Any) -> "GenerationConfi
     except Exception as error:  # also OSError if there is no such file
         file = Path(source.path) / "generation_config.json"
         if file.exists() or not isinstance(error, OSError):
-            raise ModelError(
-                f"cannot read generation_config.json of {source.path!r}: {error}"
-            ) from error
+            raise ModelError(f"cannot read generation_config.json of {source.path!r}: {error}") from error
         return GenerationConfig.from_model_config(config)
 
 
@@ -85,8 +83,9 @@ def warn_of_adapter(source: ModelSource) -> None:
         _LOG.warning(
             "%s also holds an adapter (adapter_config.json). The base is served without it; "
             "--lora-modules NAME=%s serves the adapter under its own name",
-            source.path, source.path,
-        )  # fmt: skip
+            source.path,
+            source.path,
+        )
 
 
 def _has_adapter(source: ModelSource) -> bool:
@@ -109,8 +108,7 @@ def way_to_full_weights(path: str) -> str:
     original = _base_of_card(Path(path)) or of_gguf or _QUANTIZED_NAME.sub("", name)
     named = "it was made from" if original == name else f"it was made from, {original}"
     return (
-        f"serve the full model in safetensors that {named}; --quantization int4 takes about as "
-        "little memory"
+        f"serve the full model in safetensors that {named}; --quantization int4 takes about as little memory"
     )
 
 
@@ -148,9 +146,7 @@ def check_directory(source: ModelSource) -> None:
                     "; it holds an adapter: name its base model as --model, and the adapter as "
                     f"--lora-modules NAME={source.path}"
                 )
-            raise ModelError(
-                f"{source.path!r} has no config.json, so it is not a model directory{hint}"
-            )
+            raise ModelError(f"{source.path!r} has no config.json, so it is not a model directory{hint}")
     elif path.is_file():
         _check_gguf(path)
         raise ModelError(f"{source.path!r} is a file; a model is a directory with config.json")

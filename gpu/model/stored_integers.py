@@ -27,9 +27,15 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  
 _PACKED = ("qweight", "weight_packed")
 # Tensors of a quantised linear, after its path.
 _SUFFIXES = (
-    *_PACKED, "qzeros", "scales", "g_idx",
-    "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
-)  # fmt: skip
+    *_PACKED,
+    "qzeros",
+    "scales",
+    "g_idx",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_shape",
+    "weight_g_idx",
+)
 
 # Bits, codes [out, in], scales [out, groups], zero points likewise; codes count from 0.
 _Parts = tuple[int, np.ndarray, np.ndarray, np.ndarray | None]
@@ -87,11 +93,7 @@ class _Integers:
 
     def as_stored(self) -> QuantizedWeight:
         """In groups of corun's sizes. Raises ``ModelError``."""
-        codes, order, (width, groups) = (
-            self.codes,
-            None,
-            (self.codes.shape[1], self.scales.shape[1]),
-        )
+        codes, order, (width, groups) = (self.codes, None, (self.codes.shape[1], self.scales.shape[1]))
         if self.order is not None:
             if (np.bincount(self.order, minlength=groups) * groups != width).any():
                 raise _wrong(self.path, f"its groups have other sizes than {width} / {groups}")
@@ -106,9 +108,7 @@ class _Integers:
             zeros = None if zeros is None else np.repeat(zeros, repeats, axis=1)
             return QuantizedWeight(4, np.ascontiguousarray(codes), scales, zeros, order=order)
         if zeros is not None:
-            raise _wrong(
-                self.path, "it has 8 bits and zero points; --quantization off reads it in full"
-            )
+            raise _wrong(self.path, "it has 8 bits and zero points; --quantization off reads it in full")
         return QuantizedWeight(8, (codes ^ 128).view(np.int8), scales, order=order)
 
     def in_full(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
@@ -245,11 +245,7 @@ class _StoredLinear:
                 found = self._read("weight_shape", ("I64", "I32"), (1,)).tolist()
                 shape = (first, found[-1]) if len(found) == 2 else (0, 0)
         else:
-            shape = (
-                (second * in_words, first)
-                if self._stored.layout == "awq"
-                else (second, first * in_words)
-            )
+            shape = (second * in_words, first) if self._stored.layout == "awq" else (second, first * in_words)
         if min(shape) < 1:
             raise self._wrong(f"its shape is {list(shape)}")
         return shape

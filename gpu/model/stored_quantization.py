@@ -23,18 +23,29 @@ BITSANDBYTES = "bitsandbytes"
 # How GPTQ's zero points count, by the name of the form: what is added to those on disk.
 _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 _AUTO_ROUND_FORMS = {
-    "auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round:gptqmodel": "gptq_v2",
-    "auto_round:auto_awq": "awq", "auto_round:awq": "awq",
-}  # fmt: skip
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+}
 _INTEGER_FORMATS = ("pack-quantized", "int-quantized")
 _FLOAT_FORMATS = ("float-quantized", "naive-quantized")
 _MXFP4_FORMAT = "mxfp4-pack-quantized"
 _COMPRESSED_FIELDS = frozenset(
     {
-        "quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "version",
-        "quantization_status", "sparsity_config", "transform_config", "global_compression_ratio",
+        "quant_method",
+        "format",
+        "config_groups",
+        "ignore",
+        "kv_cache_scheme",
+        "version",
+        "quantization_status",
+        "sparsity_config",
+        "transform_config",
+        "global_compression_ratio",
     }
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +82,14 @@ def _read(config: Any) -> StoredQuantization | None:
     fields: dict[str, Any] = dict(found if isinstance(found, Mapping) else found.to_dict())
     method = str(fields.get("quant_method") or BITSANDBYTES)  # early versions have no name
     read = {
-        "gptq": _read_gptq, "awq": _read_awq, "auto-round": _read_auto_round,
-        "compressed-tensors": _read_compressed, BITSANDBYTES: _read_bitsandbytes,
-        "fp8": _read_fp8, "mxfp4": _read_mxfp4,
-    }  # fmt: skip
+        "gptq": _read_gptq,
+        "awq": _read_awq,
+        "auto-round": _read_auto_round,
+        "compressed-tensors": _read_compressed,
+        BITSANDBYTES: _read_bitsandbytes,
+        "fp8": _read_fp8,
+        "mxfp4": _read_mxfp4,
+    }
     if method not in read:
         raise ModelError(
             f"the checkpoint is quantised by {method!r}; corun supports {', '.join(read)} and "
@@ -160,9 +175,13 @@ def _read_compressed(fields: dict[str, Any]) -> StoredQuantization:
     if len(blocks) > 1:
         raise _refused("compressed-tensors with several sizes of blocks")
     return StoredQuantization(
-        "compressed-tensors", frozenset(bits), "compressed-tensors",
-        in_full=in_full or not bits, levels=levels, block=next(iter(blocks), None),
-    )  # fmt: skip
+        "compressed-tensors",
+        frozenset(bits),
+        "compressed-tensors",
+        in_full=in_full or not bits,
+        levels=levels,
+        block=next(iter(blocks), None),
+    )
 
 
 def _has_other_groups(weights: dict[str, Any]) -> bool:
@@ -184,8 +203,7 @@ def _read_bitsandbytes(fields: dict[str, Any]) -> StoredQuantization:
     """Kinds of codes, blocks and types are read from the files, per matrix."""
     if not fields.get("load_in_4bit") and not fields.get("load_in_8bit"):
         raise _refused(
-            "a quantization_config that names neither a quant_method nor load_in_4bit nor "
-            "load_in_8bit"
+            "a quantization_config that names neither a quant_method nor load_in_4bit nor load_in_8bit"
         )
     return StoredQuantization(BITSANDBYTES, levels="nf4")
 
@@ -208,7 +226,7 @@ def _warn_of_activations(found: object) -> None:
         _LOG.info(
             "the checkpoint asks for quantised activations, too; corun leaves activations as they "
             "are, and uses only the weights"
-        )  # fmt: skip
+        )
 
 
 def _checked_bits(method: str, bits: object) -> int:

@@ -15,13 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...runtime.adapters.target_map import (
-    EXPERTS_REASON,
-    Target,
-    TargetMap,
-    UnusedModule,
-    Vocabulary,
-)
+from ...runtime.adapters.target_map import EXPERTS_REASON, Target, TargetMap, UnusedModule, Vocabulary
 from ...runtime.errors import ModelError
 
 _ROUTER_NAMES = frozenset({"gate", "router"})
@@ -78,11 +72,17 @@ def build_target_map(model: PreTrainedModel) -> TargetMap:
             next_group[layer or 0] = group + 1
             targets.append(
                 Target(
-                    len(targets), path, layer or 0, group, *_features(module), physical_path=path,
-                    is_inside=layer is not None, is_head=module is head,
+                    len(targets),
+                    path,
+                    layer or 0,
+                    group,
+                    *_features(module),
+                    physical_path=path,
+                    is_inside=layer is not None,
+                    is_head=module is head,
                     is_embedding=isinstance(module, nn.Embedding),
                 )
-            )  # fmt: skip
+            )
     unused = (*left_out_parts(model), *_of_shared_kv(model, layers_path))
     return TargetMap(tuple(targets), refused, unused, _vocabularies(model))
 
@@ -142,9 +142,7 @@ class Calls:
     num_tokens: int  # of its last input
 
 
-def record_calls(
-    model: nn.Module, paths: Sequence[str], forward: Callable[[], object]
-) -> dict[str, Calls]:
+def record_calls(model: nn.Module, paths: Sequence[str], forward: Callable[[], object]) -> dict[str, Calls]:
     """Run ``forward`` (a tiny pass through ``model``) and record the calls of ``paths``.
 
     The result is in the order of first calls. Paths of modules that are not called are missing.
@@ -162,9 +160,7 @@ def record_calls(
 
         return hook
 
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(hook_for(path)) for path in paths
-    ]
+    handles = [model.get_submodule(path).register_forward_pre_hook(hook_for(path)) for path in paths]
     try:
         with torch.no_grad():
             forward()
@@ -217,9 +213,7 @@ def _group_numbers(called: Sequence[tuple[Target, int]]) -> dict[tuple[int, int]
     """
     inside = sorted({(target.layer, group) for target, group in called if target.is_inside})
     numbers = {
-        key: number
-        for _, found in groupby(inside, key=itemgetter(0))
-        for number, key in enumerate(found)
+        key: number for _, found in groupby(inside, key=itemgetter(0)) for number, key in enumerate(found)
     }
     outside = sorted({(target.layer, group) for target, group in called} - set(inside))
     before = [key for key in outside if inside and key < inside[0]]
@@ -283,9 +277,7 @@ def _vocabularies(model: PreTrainedModel) -> Mapping[str, Vocabulary]:
     path_of: dict[int, str] = {}  # path of the first module with a weight
     for path, module in model.named_modules():
         if module is head or isinstance(module, nn.Embedding):
-            shapes = {
-                name: tuple(one.shape) for name, one in module.named_parameters(recurse=False)
-            }
+            shapes = {name: tuple(one.shape) for name, one in module.named_parameters(recurse=False)}
             first = path_of.setdefault(id(getattr(module, "weight", module)), path)
             found[path] = Vocabulary(path, shapes, None if first == path else first)
     return found

@@ -35,9 +35,7 @@ class WeightFiles:
                         part = file.get_slice(name)
                         self._of[name] = path, tuple(part.get_shape()), part.get_dtype()
         except Exception as error:  # any error of the files
-            raise ModelError(
-                f"cannot load {source.path!r}: {type(error).__name__}: {error}"
-            ) from error
+            raise ModelError(f"cannot load {source.path!r}: {type(error).__name__}: {error}") from error
 
     @property
     def names(self) -> Collection[str]:
@@ -79,9 +77,7 @@ class WeightFiles:
         except OSError as error:
             raise ModelError(f"cannot read {error.filename}: {error.strerror}") from error
         # Unlike the modification time, this time cannot be set back.
-        return tuple(
-            (str(path), stat.st_ino, stat.st_size, stat.st_ctime_ns) for path, stat in found
-        )
+        return tuple((str(path), stat.st_ino, stat.st_size, stat.st_ctime_ns) for path, stat in found)
 
     def digest(self) -> str:
         """SHA-256 of all bytes, independent of file names: hexadecimal."""

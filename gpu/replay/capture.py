@@ -28,17 +28,11 @@ Thing = TypeVar("Thing")
 
 _CACHE_LINE_BYTES = 64
 _NOT_REPEATABLE = frozenset(
-    {
-        torch.Tag.data_dependent_output,
-        torch.Tag.dynamic_output_shape,
-        torch.Tag.nondeterministic_seeded,
-    }
+    {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 )
 # The results of these have arbitrary values, so there is nothing to repeat.
 _UNINITIALISED = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"})
-_READS = frozenset(
-    {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
-)
+_READS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__})
 _PACKED_AS = {
     "q": "q",
     "Q": "Q",
@@ -177,9 +171,8 @@ class Capture(Launcher):
     ) -> CapturedPass | str:
         """The captured pass, or the reason why there is none."""
         return self.refusal or CapturedPass(
-            input_ids, position_ids, logits, self._parts, tuple(self._preparations.values()),
-            self._kept,
-        )  # fmt: skip
+            input_ids, position_ids, logits, self._parts, tuple(self._preparations.values()), self._kept
+        )
 
 
 class _WatchReads(TorchFunctionMode):

@@ -28,9 +28,12 @@ class RunPass(Protocol):
     """Computes one pass of the model."""
 
     def __call__(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_indices: torch.Tensor,
         metadata: PassMetadata,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """Return the logits [1, len(logit_indices), vocabulary]; the next pass may change them."""
         ...
 
@@ -72,9 +75,12 @@ class DecodeGraphs:
         return len(self._verified)
 
     def __call__(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_indices: torch.Tensor,
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_indices: torch.Tensor,
         metadata: PassMetadata,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         num_tokens = input_ids.shape[1]
         is_decode = metadata.attention.max_query_len == 1 and len(logit_indices) == num_tokens
         if self._is_off or not is_decode or num_tokens > _MAX_TOKENS:
@@ -100,9 +106,13 @@ class DecodeGraphs:
         return kind in self._met and kind not in self._captured
 
     def _capture(
-        self, kind: _Kind, input_ids: torch.Tensor, position_ids: torch.Tensor,
-        logit_indices: torch.Tensor, metadata: PassMetadata,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        kind: _Kind,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_indices: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> torch.Tensor:
         """Run the modules and record their computations."""
         logits, graph = capture_pass(
             lambda ids, positions: self.run_modules(ids, positions, logit_indices, metadata),
@@ -118,9 +128,13 @@ class DecodeGraphs:
         return logits
 
     def _verify(
-        self, kind: _Kind, expected: torch.Tensor, input_ids: torch.Tensor,
-        position_ids: torch.Tensor, metadata: PassMetadata,
-    ) -> None:  # fmt: skip
+        self,
+        kind: _Kind,
+        expected: torch.Tensor,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> None:
         """Compute the pass again from the graph: it writes the same keys and values."""
         graph = self._captured.pop(kind)
         replayed = graph.replay(input_ids, position_ids, metadata)
@@ -128,9 +142,7 @@ class DecodeGraphs:
             self._verified[kind] = graph
             _LOG.debug("decode graphs: passes of %d tokens are replayed", input_ids.shape[1])
             return
-        self._turn_off(
-            f"a replay of {input_ids.shape[1]} tokens gave other logits; please report this model"
-        )
+        self._turn_off(f"a replay of {input_ids.shape[1]} tokens gave other logits; please report this model")
 
     def _turn_off(self, reason: str) -> None:
         """Turn replays off permanently, with a warning, because the start announced them."""

@@ -57,9 +57,7 @@ CALL_FIELDS = 3
 _SIGNATURE, _FUNCTION, _ARGUMENTS = range(CALL_FIELDS)
 
 
-def _emit_call(
-    builder: ir.IRBuilder, letters: str, function: ir.Value, arguments: ir.Value
-) -> None:
+def _emit_call(builder: ir.IRBuilder, letters: str, function: ir.Value, arguments: ir.Value) -> None:
     kinds = [_LLVM_TYPES[letter] for letter in letters]
     values = []
     for index, kind in enumerate(kinds):

@@ -20,9 +20,7 @@ def select_decode_graphs(name: str, backend_names: Mapping[str, str]) -> str:
     ``backend_names``: by part. All parts not computed by torch must be kernels that are called
     through the launcher.
     """
-    others = [
-        f"{what} {backend_names[what]}" for what in _KERNELS if backend_names[what] != "numba"
-    ]
+    others = [f"{what} {backend_names[what]}" for what in _KERNELS if backend_names[what] != "numba"]
     if name == "off":
         others = ["configured"]
     if others:

@@ -78,9 +78,7 @@ class AdapterBank:
         for target in self._loaded.target_map.inside:
             if target.layer < self.num_adapted_layers:
                 one = self._template(rank, target.in_features, target.out_features)
-                packed[target.index] = PackedLora(
-                    one.a.clone(), one.b.clone(), one.rank, one.scaling
-                )
+                packed[target.index] = PackedLora(one.a.clone(), one.b.clone(), one.rank, one.scaling)
         num_bytes = sum(_num_bytes(one) for one in packed.values())
         row = self._loaded.lora_table.add(DeviceAdapter(packed))
         return BankAdapter(row, rank, round(num_bytes * self.scale))

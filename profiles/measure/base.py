@@ -26,9 +26,7 @@ def measure_prefill(
 ) -> BaseTimes:
     """Measure prefills of one row, by number of tokens."""
     cases = [Case(str(n), partial(passes.sample, passes.prefill_rows(n))) for n in tokens]
-    measured = measure_rounds(
-        cases, repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress
-    )
+    measured = measure_rounds(cases, repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress)
     steps = {int(name): [s.step_s for s in samples] for name, samples in measured.values.items()}
     num_groups = len(next(iter(measured.values.values()))[0].base_s)
     groups = [

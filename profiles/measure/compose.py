@@ -37,24 +37,33 @@ class Parts:
     def quality(self, use: CpuUse) -> Quality:
         """The quality of all parts."""
         measured = (
-            self.base, self.steps, self.link, self.deltas, self.lora_decode, self.lora_prefill,
+            self.base,
+            self.steps,
+            self.link,
+            self.deltas,
+            self.lora_decode,
+            self.lora_prefill,
             *(() if self.invocation is None else (self.invocation,)),
-        )  # fmt: skip
+        )
         spreads = [spread for part in measured for spread in part.spreads]
         left_out = tuple(name for part in measured for name in part.left_out)
         return Quality(busy_reasons(use, spreads), left_out)
 
 
 def compose(
-    subject: Subject, effort: Effort, parts: Parts, use: CpuUse,
-    *, created_at: str, measured_s: float, free_bytes: int,
-) -> Profile:  # fmt: skip
+    subject: Subject,
+    effort: Effort,
+    parts: Parts,
+    use: CpuUse,
+    *,
+    created_at: str,
+    measured_s: float,
+    free_bytes: int,
+) -> Profile:
     """Derive budgets and models, and put the profile together."""
     groups = tuple(
         GroupModel(shape.name, base_s, delta_s)
-        for shape, base_s, delta_s in zip(
-            parts.groups, parts.base.base_s, parts.deltas.families, strict=True
-        )
+        for shape, base_s, delta_s in zip(parts.groups, parts.base.base_s, parts.deltas.families, strict=True)
     )
     budgets = tuple(
         RankBudget(

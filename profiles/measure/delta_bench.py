@@ -106,11 +106,16 @@ class Walk:
         first = self._memory.ctypes.data + self._start
         return itertools.cycle(
             DeltaJob(
-                self.region, first + layer * self.region.num_bytes, self._x.ctypes.data,
-                self._x.strides[0], self._y.ctypes.data, self._y.strides[0], num_tokens,
+                self.region,
+                first + layer * self.region.num_bytes,
+                self._x.ctypes.data,
+                self._x.strides[0],
+                self._y.ctypes.data,
+                self._y.strides[0],
+                num_tokens,
             )
             for layer in range(self._num_regions)
-        )  # fmt: skip
+        )
 
 
 def random_bits(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
@@ -164,8 +169,7 @@ def measure(task: DeltaTask, backends: Sequence[DeltaBackend]) -> DeltaReport:
         on_progress=lambda done, total: write_message(DeltaProgress(done, total)),
     )
     points = tuple(
-        _point(shapes[name], walks[shapes[name][0]], samples)
-        for name, samples in measured.values.items()
+        _point(shapes[name], walks[shapes[name][0]], samples) for name, samples in measured.values.items()
     )
     return DeltaReport(points, measured.left_out)
 

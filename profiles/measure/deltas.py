@@ -114,9 +114,7 @@ def _family(points: Sequence[DeltaSamples], group: int) -> CurveFamily:
             best_s = min(median(times) for times in point.times_s.values())
             curves.setdefault(point.rank_sum, {})[point.num_tokens] = best_s
     keys = sorted(curves)
-    return CurveFamily(
-        tuple(float(key) for key in keys), tuple(Curve.rising(curves[key]) for key in keys)
-    )
+    return CurveFamily(tuple(float(key) for key in keys), tuple(Curve.rising(curves[key]) for key in keys))
 
 
 def spread_out(values: Sequence[int], count: int) -> tuple[int, ...]:
@@ -158,9 +156,7 @@ def run_bench(task: DeltaTask, limit_s: float, on_progress: Progress) -> DeltaRe
         process.communicate()
 
 
-def _read(
-    process: "subprocess.Popen[bytes]", deadline_s: float, on_progress: Progress
-) -> DeltaReport | None:
+def _read(process: "subprocess.Popen[bytes]", deadline_s: float, on_progress: Progress) -> DeltaReport | None:
     """Read output up to the report; None if it ends before. Raises ``TimeoutError``."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()

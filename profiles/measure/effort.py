@@ -36,9 +36,7 @@ class Effort:
     link: Repeats
     lora_decode: Repeats
     lora_prefill: Repeats
-    parts: tuple[str, ...] = (
-        "base", "steps", "link", "deltas", "invocation", "lora_decode", "lora_prefill",
-    )  # fmt: skip
+    parts: tuple[str, ...] = ("base", "steps", "link", "deltas", "invocation", "lora_decode", "lora_prefill")
 
     def __post_init__(self) -> None:
         assert self.delta_ranks == tuple(sorted(self.delta_ranks)), self.delta_ranks

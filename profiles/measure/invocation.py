@@ -92,10 +92,7 @@ class _ArenaAdapter:
         for key in self._keys:
             shape, region = self._shapes[key[1]], self.regions[key[1]]
             matrices = [
-                Matrices(
-                    random_bits(rng, self._rank, shape.in_features),
-                    random_bits(rng, n, self._rank),
-                )
+                Matrices(random_bits(rng, self._rank, shape.in_features), random_bits(rng, n, self._rank))
                 for n in shape.columns
             ]
             write_region(region, matrices, segment.buffer[offset:])
@@ -112,9 +109,14 @@ class InvocationBench:
     """Workers, and passes with all deltas from them. Close it before the device."""
 
     def __init__(
-        self, passes: Passes, device: TorchDevice, exchange: Exchange, groups: ModelGroups,
-        max_tokens: int, options: WorkerOptions,
-    ) -> None:  # fmt: skip
+        self,
+        passes: Passes,
+        device: TorchDevice,
+        exchange: Exchange,
+        groups: ModelGroups,
+        max_tokens: int,
+        options: WorkerOptions,
+    ) -> None:
         """Start the workers. The calling thread runs the passes, on ``exchange.compute``.
 
         Raises ``WorkerPoolError`` or ``ShmError`` if the workers cannot be started.
@@ -164,11 +166,7 @@ class InvocationBench:
             self._undo = undo.pop_all()
 
     def measure(
-        self,
-        tokens: Sequence[int],
-        deltas: Sequence[CurveFamily],
-        repeats: Repeats,
-        on_progress: Progress,
+        self, tokens: Sequence[int], deltas: Sequence[CurveFamily], repeats: Repeats, on_progress: Progress
     ) -> InvocationTimes:
         """Measure passes by number of tokens; ``deltas``: times of the arithmetic, by input group.
 
@@ -176,8 +174,11 @@ class InvocationBench:
         """
         measured = measure_rounds(
             [Case(str(n), partial(self._sample, n, deltas)) for n in tokens],
-            repeats, num_needed=2, clock=time.perf_counter, on_progress=on_progress,
-        )  # fmt: skip
+            repeats,
+            num_needed=2,
+            clock=time.perf_counter,
+            on_progress=on_progress,
+        )
         costs_s = {n: [one.cost_s for one in found] for n, found in measured.values.items()}
         samples = [one for found in measured.values.values() for one in found]
         by_tokens = [(int(n), median(found)) for n, found in costs_s.items()]
@@ -220,9 +221,8 @@ class InvocationBench:
         return _Sample(cost_s, more_s - groups_s, slowed_s, overlap_s)
 
     def _delta_s(
-        self, adapter: _ArenaAdapter, span: GroupSpan, slice_tokens: int,
-        deltas: Sequence[CurveFamily],
-    ) -> float:  # fmt: skip
+        self, adapter: _ArenaAdapter, span: GroupSpan, slice_tokens: int, deltas: Sequence[CurveFamily]
+    ) -> float:
         """Time of the arithmetic; 0 for groups without the usual shapes."""
         if (span.layer, span.group) not in self._keys:
             return 0.0

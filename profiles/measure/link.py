@@ -58,39 +58,40 @@ class LinkBench:
     Its streams are made by the constructor, before the device's first operation.
     """
 
-    def __init__(
-        self, device: TorchDevice, where: torch.device, concurrency: Sequence[int]
-    ) -> None:
+    def __init__(self, device: TorchDevice, where: torch.device, concurrency: Sequence[int]) -> None:
         self._device = device
         self._where = where
         self._stopwatch = stopwatch_of(where)
         self._concurrency = tuple(concurrency)
         self._streams = [device.stream(f"link {index}") for index in range(max(concurrency))]
 
-    def measure(
-        self, chunk_bytes: Sequence[int], repeats: Repeats, on_progress: Progress
-    ) -> LinkTimes:
+    def measure(self, chunk_bytes: Sequence[int], repeats: Repeats, on_progress: Progress) -> LinkTimes:
         """Copy chunks of all sizes, one at a time and several at a time."""
         num_streams, largest_bytes = len(self._streams), max(chunk_bytes)
         with contextlib.ExitStack() as stack:
-            segment = stack.enter_context(
-                Segment.create(num_streams * largest_bytes, kind="link profile")
-            )
+            segment = stack.enter_context(Segment.create(num_streams * largest_bytes, kind="link profile"))
             memory = self._device.register(segment.pages, name="link profile")
             stack.callback(memory.close)
             target = torch.zeros(num_streams, largest_bytes, dtype=torch.uint8, device=self._where)
             return self._measure(memory, target, chunk_bytes, repeats, on_progress)
 
     def _measure(
-        self, memory: HostMemory, target: torch.Tensor, chunk_bytes: Sequence[int],
-        repeats: Repeats, on_progress: Progress,
-    ) -> LinkTimes:  # fmt: skip
+        self,
+        memory: HostMemory,
+        target: torch.Tensor,
+        chunk_bytes: Sequence[int],
+        repeats: Repeats,
+        on_progress: Progress,
+    ) -> LinkTimes:
         plans = [_Copies(size, number) for size in chunk_bytes for number in self._concurrency]
         cases = [Case(plan.name, partial(self._copies_s, memory, target, plan)) for plan in plans]
         measured = measure_rounds(
-            cases, repeats, num_needed=2 * len(self._concurrency),
-            clock=time.perf_counter, on_progress=on_progress,
-        )  # fmt: skip
+            cases,
+            repeats,
+            num_needed=2 * len(self._concurrency),
+            clock=time.perf_counter,
+            on_progress=on_progress,
+        )
         times_s = medians(measured.values)
         kept = [plan for plan in plans if plan.name in times_s]
         points = tuple(

@@ -70,20 +70,14 @@ class LoraBench:
             _Batch(
                 f"a prefill of {num_tokens} tokens with rank {adapter.rank}",
                 self._passes.prefill_rows(num_tokens, adapter.table_row, adapter.rank),
-                (
-                    float(num_tokens * adapter.num_bytes),
-                    float(num_tokens),
-                    float(adapter.num_bytes),
-                ),
+                (float(num_tokens * adapter.num_bytes), float(num_tokens), float(adapter.num_bytes)),
             )
             for num_tokens in tokens
             for adapter in adapters
         ]
         return self._measure(batches, repeats, on_progress)
 
-    def _measure(
-        self, batches: Sequence[_Batch], repeats: Repeats, on_progress: Progress
-    ) -> LoraTimes:
+    def _measure(self, batches: Sequence[_Batch], repeats: Repeats, on_progress: Progress) -> LoraTimes:
         times: CaseTimes[float] = measure_rounds(
             [Case(batch.name, partial(self._products_s, batch.rows)) for batch in batches],
             repeats,

@@ -31,9 +31,14 @@ class Passes:
     """The model and its pool; passes run one at a time, in the calling thread."""
 
     def __init__(
-        self, runner: ModelRunner, backend: LoraBackend, stopwatch: Stopwatch, *,
-        vocab_size: int, num_groups: int,
-    ) -> None:  # fmt: skip
+        self,
+        runner: ModelRunner,
+        backend: LoraBackend,
+        stopwatch: Stopwatch,
+        *,
+        vocab_size: int,
+        num_groups: int,
+    ) -> None:
         self.stopwatch = stopwatch
         self.backend = backend
         self.where: torch.device = runner.device
@@ -89,8 +94,7 @@ class Passes:
         for span in spans:
             by_group[span.group].append(span.base_s)
         return StepSample(
-            timed_s if step_s is None else step_s,
-            tuple(float(np.median(times)) for times in by_group),
+            timed_s if step_s is None else step_s, tuple(float(np.median(times)) for times in by_group)
         )
 
     def lora_spans(self, rows: PackedRows) -> tuple[GroupSpan, ...]:
@@ -117,9 +121,13 @@ class Passes:
         return lower(rows, self._runner.block_size, self._runner.device, mirror)
 
     def _rows(
-        self, starts: Sequence[int], num_tokens: Sequence[int], num_blocks: int,
-        table_rows: Sequence[int], ranks: Sequence[int],
-    ) -> PackedRows:  # fmt: skip
+        self,
+        starts: Sequence[int],
+        num_tokens: Sequence[int],
+        num_blocks: int,
+        table_rows: Sequence[int],
+        ranks: Sequence[int],
+    ) -> PackedRows:
         tables = np.arange(len(starts) * num_blocks, dtype=np.int32)
         return PackedRows(
             token_ids=self._rng.integers(0, self._vocab_size, sum(num_tokens), dtype=np.int64),
@@ -142,9 +150,7 @@ class _NoDeltas:
     def begin(self, group: object, x: torch.Tensor) -> None:
         """Do nothing."""
 
-    def add(
-        self, group: object, x: torch.Tensor, ys: Sequence[torch.Tensor], indices: Sequence[int]
-    ) -> None:
+    def add(self, group: object, x: torch.Tensor, ys: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
         """Do nothing."""
 
 

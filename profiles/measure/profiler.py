@@ -47,18 +47,20 @@ def cut(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
 
 
 def expected_s(
-    effort: Effort, step_s: Callable[[int], float], max_tokens: int, shapes: Sequence[StepShape],
-    *, has_workers: bool,
-) -> dict[str, float]:  # fmt: skip
+    effort: Effort,
+    step_s: Callable[[int], float],
+    max_tokens: int,
+    shapes: Sequence[StepShape],
+    *,
+    has_workers: bool,
+) -> dict[str, float]:
     """Seconds of each part, in their order.
 
     ``step_s``: one forward, by its number of tokens; ``shapes``: of the whole steps. A part ends
     after its last round or with its budget, whichever is sooner, but not before its minimum number
     of rounds over the sizes that it needs.
     """
-    prefill = [
-        step_s(min(n, max_tokens)) for n in effort.prefill_tokens for _ in effort.prefill_ranks
-    ]
+    prefill = [step_s(min(n, max_tokens)) for n in effort.prefill_tokens for _ in effort.prefill_ranks]
     batches = [step_s(n) for n in BATCH_SIZES for _ in range(effort.num_batches)]
     first = first_of_size(shapes)  # these are measured with a forward beside them
     costs = {
@@ -126,10 +128,14 @@ def measure_profile(bench: Bench, listener: Listener, cpu_use: Callable[[], CpuU
         raise ProfileError(f"the profile cannot be measured: {error}") from error
     created_at = datetime.now(UTC).isoformat(timespec="seconds")
     return compose(
-        bench.subject, bench.effort, parts, cpu_use(),
-        created_at=created_at, measured_s=round(time.monotonic() - start_s, 1),
+        bench.subject,
+        bench.effort,
+        parts,
+        cpu_use(),
+        created_at=created_at,
+        measured_s=round(time.monotonic() - start_s, 1),
         free_bytes=bench.free_bytes,
-    )  # fmt: skip
+    )
 
 
 class _Profiler(contextlib.ExitStack):
@@ -155,9 +161,12 @@ class _Profiler(contextlib.ExitStack):
     def measure(self) -> Parts:
         """Measure all parts; adapters last, as they take memory."""
         expected = expected_s(
-            self._effort, self._trial(), self._bench.max_tokens, self._shapes,
+            self._effort,
+            self._trial(),
+            self._bench.max_tokens,
+            self._shapes,
             has_workers=bool(self._bench.worker_cpus),
-        )  # fmt: skip
+        )
         self._listener.on_estimate(sum(expected.values()))
         meter = Meter(expected, self._listener.on_report, time.monotonic)
         base = self._base(meter)
@@ -170,10 +179,16 @@ class _Profiler(contextlib.ExitStack):
             groups=self._groups.shapes,
             num_workers=0 if invocation is None else len(self._bench.worker_cpus),
             max_tokens=self._bench.max_tokens,
-            base=base, steps=steps, link=link, deltas=deltas,
-            invocation=invocation, off=off,
-            lora_decode=lora_decode, lora_prefill=lora_prefill, bytes_per_rank=bytes_per_rank,
-        )  # fmt: skip
+            base=base,
+            steps=steps,
+            link=link,
+            deltas=deltas,
+            invocation=invocation,
+            off=off,
+            lora_decode=lora_decode,
+            lora_prefill=lora_prefill,
+            bytes_per_rank=bytes_per_rank,
+        )
 
     def _make_exchange(self) -> Exchange:
         """Streams as in an engine; the calling thread computes on the first."""
@@ -214,9 +229,12 @@ class _Profiler(contextlib.ExitStack):
         executor = make_step_executor(loaded, runner, self._sizes.context_tokens[-1])
         self.callback(executor.close)
         passes = Passes(
-            runner, loaded.lora_backend, stopwatch_of(self._where),
-            vocab_size=vocab_size, num_groups=len(self._groups.shapes),
-        )  # fmt: skip
+            runner,
+            loaded.lora_backend,
+            stopwatch_of(self._where),
+            vocab_size=vocab_size,
+            num_groups=len(self._groups.shapes),
+        )
 
         def forward_s(shape: StepShape) -> float:
             if shape.is_decode:
@@ -276,14 +294,15 @@ class _Profiler(contextlib.ExitStack):
             return None, off
         settings = bench.subject.settings
         options = WorkerOptions(
-            bench.worker_cpus, bench.supervisor_cpus, settings.delta_backend,
-            settings.worker_slowdown, deltas.table(),
-        )  # fmt: skip
+            bench.worker_cpus,
+            bench.supervisor_cpus,
+            settings.delta_backend,
+            settings.worker_slowdown,
+            deltas.table(),
+        )
         limit = min(max(effort.invocation_tokens), bench.max_tokens)
         tokens = cut(effort.invocation_tokens, limit)
-        workers = InvocationBench(
-            self._passes, bench.device, self._exchange, self._groups, limit, options
-        )  # fmt: skip
+        workers = InvocationBench(self._passes, bench.device, self._exchange, self._groups, limit, options)
         with contextlib.closing(workers):
             return workers.measure(tokens, deltas.families, effort.invocation, on_progress), ""
 
@@ -296,11 +315,14 @@ class _Profiler(contextlib.ExitStack):
         lora = LoraBench(self._passes, bank)
         limit = min(max(effort.prefill_tokens), self._bench.max_tokens)
         decode = lora.decode(
-            effort.num_batches, effort.lora_decode,
+            effort.num_batches,
+            effort.lora_decode,
             meter.begin("lora_decode", "adapters on the device, decode"),
-        )  # fmt: skip
+        )
         prefill = lora.prefill(
-            cut(effort.prefill_tokens, limit), effort.prefill_ranks, effort.lora_prefill,
+            cut(effort.prefill_tokens, limit),
+            effort.prefill_ranks,
+            effort.lora_prefill,
             meter.begin("lora_prefill", "adapters on the device, prefill"),
-        )  # fmt: skip
+        )
         return decode, prefill, bank.bytes_of(REFERENCE_RANK) / REFERENCE_RANK

@@ -155,9 +155,7 @@ def _decode_curve_keys(num_rows: int) -> int:
 
 
 def _without_keys(curve: Curve, typical: float, keys: Sequence[int], s_per_key: float) -> Curve:
-    rest = [
-        max(0.0, typical * y - s_per_key * number) for y, number in zip(curve.y, keys, strict=True)
-    ]
+    rest = [max(0.0, typical * y - s_per_key * number) for y, number in zip(curve.y, keys, strict=True)]
     return Curve.rising(dict(zip(curve.x, rest, strict=True)))
 
 

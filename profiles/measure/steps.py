@@ -51,9 +51,7 @@ class WholeStepTimes:
     left_out: tuple[str, ...]
 
 
-def make_step_executor(
-    loaded: LoadedModel, runner: ModelRunner, max_model_len: int
-) -> DeviceExecutor:
+def make_step_executor(loaded: LoadedModel, runner: ModelRunner, max_model_len: int) -> DeviceExecutor:
     """An executor for steps without adapters; it closes ``runner``."""
     fetch = AdapterFetch(_fetch_nothing, lambda _: None)
     return make_executor(loaded, runner, fetch, Sampler(()), max_model_len=max_model_len)
@@ -67,9 +65,12 @@ class StepBench:
     """Requests of the base model that repeat one step each."""
 
     def __init__(
-        self, executor: DeviceExecutor, forward_s: Callable[[StepShape], float], block_size: int,
+        self,
+        executor: DeviceExecutor,
+        forward_s: Callable[[StepShape], float],
+        block_size: int,
         vocab_size: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``forward_s``: seconds of the forward in ``step_point`` of a step."""
         self._executor = executor
         self._forward_s = forward_s
@@ -127,8 +128,7 @@ class StepBench:
         tokens = tuple(rng.integers(0, self._vocab_size, max(ends)).tolist())
         places = itertools.count()  # in the pool, which all steps share: contents do not matter
         blocks = [
-            tuple(BlockId(next(places)) for _ in range(number))
-            for number in _blocks(shape, self._block_size)
+            tuple(BlockId(next(places)) for _ in range(number)) for number in _blocks(shape, self._block_size)
         ]
         announced = StepPlan(
             StepId(0),
@@ -138,8 +138,7 @@ class StepBench:
                 for request_id, end in zip(request_ids, ends, strict=True)
             ),
             tuple(
-                BlockUpdate(request_id, 0, own)
-                for request_id, own in zip(request_ids, blocks, strict=True)
+                BlockUpdate(request_id, 0, own) for request_id, own in zip(request_ids, blocks, strict=True)
             ),
         )
         self._executor.submit(announced)
@@ -147,8 +146,11 @@ class StepBench:
         is_decode = shape.num_decodes == len(request_ids)
         batch = SubBatch(
             SubBatchKind.DECODE if is_decode else SubBatchKind.MIXED,
-            request_ids, shape.start_positions, shape.num_tokens, (True,) * len(request_ids),
-        )  # fmt: skip
+            request_ids,
+            shape.start_positions,
+            shape.num_tokens,
+            (True,) * len(request_ids),
+        )
         return StepPlan(StepId(0), (batch,))
 
     def _sample(self, shape: StepShape, plan: StepPlan, has_forward: bool) -> "_Sample":

@@ -92,11 +92,7 @@ class GroupTimer:
         self._begun = before, self._stopwatch.mark()
 
     def add(
-        self,
-        group: Hashable,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
+        self, group: Hashable, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int]
     ) -> None:
         before = self._stopwatch.mark()
         if self._inner is not None:

@@ -36,9 +36,7 @@ def resolve_allowed(path: str, allowed_dirs: Sequence[str]) -> str:
     except (OSError, ValueError):  # ValueError: an impossible file name
         resolved, files = "", []
     roots = [os.path.realpath(root) for root in allowed_dirs]
-    if not resolved or not all(
-        any(is_within(found, root) for root in roots) for found in (resolved, *files)
-    ):
+    if not resolved or not all(any(is_within(found, root) for root in roots) for found in (resolved, *files)):
         raise RequestError(
             "lora_path is not a readable directory with all files within --allowed-lora-dirs",
             param="lora_path",

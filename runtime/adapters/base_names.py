@@ -67,8 +67,10 @@ class BaseRemarks:
             self._logged.add(remark)
             _LOG.warning(
                 "the adapter in %s is %s; it is served anyway, and further adapters of this base "
-                "are not logged", path, remark,
-            )  # fmt: skip
+                "are not logged",
+                path,
+                remark,
+            )
 
 
 def full_name_in(path: str | None) -> str | None:

@@ -35,11 +35,24 @@ LENGTH_BYTES = 8  # the header's length, little-endian, before the header
 MAX_HEADER_BYTES = 16 << 20  # names, shapes and metadata of the largest adapters are shorter
 
 _ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4,
-    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
 _METADATA = "__metadata__"
 _MAX_NAME_CHARS = 1024
 _MAX_DIMENSIONS = 8
@@ -149,9 +162,7 @@ def _check_cover(tensors: list[RawTensor], data_bytes: int) -> None:
 class Checkpoint:
     """An open file of tensors with a checked header. A context manager."""
 
-    def __init__(
-        self, directory: Path, *, max_tensor_bytes: int, roots: AdapterRoots = OWN_FILES
-    ) -> None:
+    def __init__(self, directory: Path, *, max_tensor_bytes: int, roots: AdapterRoots = OWN_FILES) -> None:
         """Open ``directory``/adapter_model.safetensors.
 
         ``max_tensor_bytes``: the largest size of an adapter of this model; a larger file is refused
@@ -222,9 +233,7 @@ class Checkpoint:
         try:
             self.tensors = self._read_header(num_bytes)
         except HeaderError as error:
-            raise AdapterError(
-                f"{self.path} ({num_bytes} bytes) is truncated or damaged: {error}"
-            ) from error
+            raise AdapterError(f"{self.path} ({num_bytes} bytes) is truncated or damaged: {error}") from error
         if not self.tensors:
             raise AdapterError(f"{self.path} holds no tensors")
 

@@ -76,9 +76,8 @@ class ConventionReader:
             found, notes = conventions_of(*contents, base)
         except ValueError as error:
             _LOG.warning(
-                "%s: %s; requests with messages are refused, requests with a prompt are served",
-                folder, error,
-            )  # fmt: skip
+                "%s: %s; requests with messages are refused, requests with a prompt are served", folder, error
+            )
             return with_vocabulary(refused(str(error)), vocab_size)
         for note in notes:
             _LOG.warning("%s: %s", folder, note)
@@ -139,9 +138,7 @@ class ConventionReader:
         try:
             found = json.loads(raw)
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{name} is not valid UTF-8: {error.reason} at byte {error.start}"
-            ) from error
+            raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}") from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is not valid JSON: {error}") from error
         if not isinstance(found, dict):
@@ -191,6 +188,4 @@ def _stamp_of(path: Path) -> FileStamp | None:
         if why_unknown(error) is not None:
             raise
         return None
-    return (
-        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,
-    )  # fmt: skip
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

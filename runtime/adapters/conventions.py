@@ -34,9 +34,7 @@ CONVENTION_NAMES = (
 MAX_TEMPLATE_BYTES = 1 << 20
 
 # Variables of templates, as in transformers.
-_SPECIAL_TOKENS = tuple(
-    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-)
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 Template = str | dict[str, str]  # one, or several by name
 
@@ -86,9 +84,7 @@ def conventions_of(
         return refused(refusal), [f"its chat template and end tokens are not used: {what}"]
     eos_token_ids, notes = _end_tokens(contents, tokens, base)
     special_tokens = {} if template is None else _special_tokens(contents)
-    found = AdapterConventions(
-        template, special_tokens, eos_token_ids, tokens, _response_template(contents)
-    )
+    found = AdapterConventions(template, special_tokens, eos_token_ids, tokens, _response_template(contents))
     return _with_digest(found), notes
 
 
@@ -131,8 +127,7 @@ def _field_template(file: str, fields: Mapping[str, Any]) -> Template | None:
     num_bytes = sum(len(one.encode(errors="replace")) for one in _texts(source))
     if num_bytes > MAX_TEMPLATE_BYTES:
         raise ValueError(
-            f"the chat_template of {file} has {num_bytes} bytes, and at most "
-            f"{MAX_TEMPLATE_BYTES} are read"
+            f"the chat_template of {file} has {num_bytes} bytes, and at most {MAX_TEMPLATE_BYTES} are read"
         )
     return source
 

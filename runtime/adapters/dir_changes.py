@@ -55,9 +55,13 @@ class DirState:
         return not self._unsettled
 
     def see(
-        self, found: Mapping[str, FoundAdapter], now_s: float, unreadable: Collection[str] = (),
-        *, is_missing: bool = False,
-    ) -> DirChanges:  # fmt: skip
+        self,
+        found: Mapping[str, FoundAdapter],
+        now_s: float,
+        unreadable: Collection[str] = (),
+        *,
+        is_missing: bool = False,
+    ) -> DirChanges:
         """Add an observation; return the changes that have been stable for long enough.
 
         ``unreadable``: names of entries that cannot be read, with all below them; "" is the whole

@@ -32,9 +32,7 @@ _STOP_S = 10.0  # for the thread to end
 class LoraDir:
     """Scans one directory; logs entries that cannot be read or served, once."""
 
-    def __init__(
-        self, path: Path, base_names: Collection[str] = (), roots: AdapterRoots = OWN_FILES
-    ) -> None:
+    def __init__(self, path: Path, base_names: Collection[str] = (), roots: AdapterRoots = OWN_FILES) -> None:
         """``base_names``: names that no adapter may have. ``roots``: where links may lead."""
         self.path = path
         self.entries = LoraDirEntries()  # at the last scan
@@ -65,9 +63,12 @@ class LoraDirWatch:
     """Owns the thread."""
 
     def __init__(
-        self, lora_dir: LoraDir, known: Mapping[str, FoundAdapter], notify: Callable[[], None],
+        self,
+        lora_dir: LoraDir,
+        known: Mapping[str, FoundAdapter],
+        notify: Callable[[], None],
         cpus: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start it.
 
         Args:
@@ -114,8 +115,11 @@ class LoraDirWatch:
         except Exception as error:  # for any reason of the system
             _LOG.warning(
                 "--lora-dir %s cannot be watched (%s: %s); scanning it every %g s instead",
-                self._directory, type(error).__name__, error, _POLL_S,
-            )  # fmt: skip
+                self._directory,
+                type(error).__name__,
+                error,
+                _POLL_S,
+            )
             while not self._stop.wait(_POLL_S):
                 try:
                     self._look()
@@ -134,10 +138,16 @@ class LoraDirWatch:
                 self._stop.wait(_LOOK_MS / 1000)
                 continue
             is_first = True  # changes before the watch began are not reported
-            for changes in self._in_time(watch(
-                self._directory, stop_event=self._stop, rust_timeout=_LOOK_MS,
-                yield_on_timeout=True, raise_interrupt=False, ignore_permission_denied=True,
-            )):  # fmt: skip
+            for changes in self._in_time(
+                watch(
+                    self._directory,
+                    stop_event=self._stop,
+                    rust_timeout=_LOOK_MS,
+                    yield_on_timeout=True,
+                    raise_interrupt=False,
+                    ignore_permission_denied=True,
+                )
+            ):
                 if is_first or changes or self._is_due():
                     self._look()
                 else:
@@ -163,8 +173,9 @@ class LoraDirWatch:
             _LOG.warning(
                 "--lora-dir %s has not been looked at for %g s: adapters that are added, changed "
                 "or removed there are not noticed until it can be read; check its file system",
-                self._directory, _SILENT_S,
-            )  # fmt: skip
+                self._directory,
+                _SILENT_S,
+            )
         else:
             _LOG.info("--lora-dir %s is looked at again", self._directory)
         self._notify()

@@ -49,9 +49,7 @@ class AdapterRoots:
     resolved: tuple[str, ...] = ()  # directories of --lora-resolver
 
     @classmethod
-    def of(
-        cls, lora_dir: str | None, allowed: Iterable[str], resolved: Iterable[str] = ()
-    ) -> "AdapterRoots":
+    def of(cls, lora_dir: str | None, allowed: Iterable[str], resolved: Iterable[str] = ()) -> "AdapterRoots":
         """Return the roots with these paths, which may be relative."""
         return cls(
             None if lora_dir is None else os.path.abspath(lora_dir),
@@ -65,9 +63,7 @@ class AdapterRoots:
         ``real_folder``, ``real_path``: the paths of the directory and the file, without links.
         """
         is_bound = self._is_bound(os.path.abspath(folder))
-        if not is_bound and (
-            is_within(real_path, real_folder) or _is_in_repository(real_path, real_folder)
-        ):
+        if not is_bound and (is_within(real_path, real_folder) or _is_in_repository(real_path, real_folder)):
             return
         named = (() if self.lora_dir is None else (self.lora_dir,)) + self.allowed + self.resolved
         if not any(is_within(real_path, _real(one)) for one in named):
@@ -119,9 +115,7 @@ def open_file(folder: Path, name: str, roots: AdapterRoots = OWN_FILES) -> FileI
     return FILES.call(lambda _: _open(folder, name, roots), str(folder))
 
 
-def read_file(
-    folder: Path, name: str, max_bytes: int, roots: AdapterRoots = OWN_FILES
-) -> bytes | None:
+def read_file(folder: Path, name: str, max_bytes: int, roots: AdapterRoots = OWN_FILES) -> bytes | None:
     """Return the content of ``folder``/``name``; None if it has more than ``max_bytes``.
 
     Raises what ``open_file`` raises.

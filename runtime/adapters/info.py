@@ -34,9 +34,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     pinned: bool = False  # kept on the device
     residency: Residency = Residency()
     draining: tuple[DrainingVersion, ...] = ()  # beside the version in service
-    left_out: tuple[
-        str, ...
-    ] = ()  # parts of its file without effect on text, with reasons: phrases
+    left_out: tuple[str, ...] = ()  # parts of its file without effect on text, with reasons: phrases
     conventions: AdapterConventions | None = None  # None = not read yet
 
     @property

@@ -27,9 +27,8 @@ class OpenAdapter:
     """An adapter that fits the model, and its open file; see ``resolved.AdapterReader``."""
 
     def __init__(
-        self, spec: LoraSpec, adapter: ResolvedAdapter, checkpoint: Checkpoint,
-        base: BaseWeights | None,
-    ) -> None:  # fmt: skip
+        self, spec: LoraSpec, adapter: ResolvedAdapter, checkpoint: Checkpoint, base: BaseWeights | None
+    ) -> None:
         """Takes ownership of ``checkpoint``."""
         self.spec = spec
         self.outline = adapter
@@ -84,9 +83,7 @@ class OpenAdapter:
         if self._expected is None:
             self._checkpoint.check_unchanged()
         assert self._kept is not None
-        self._digest = ContentDigest(
-            self._head, tuple(digests), kept=tuple(sorted(self._kept.items()))
-        )
+        self._digest = ContentDigest(self._head, tuple(digests), kept=tuple(sorted(self._kept.items())))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -176,9 +173,13 @@ class OpenAdapter:
 
 
 def open_adapter(
-    directory: Path, target_map: TargetMap, *, max_rank: int, base: BaseWeights | None = None,
+    directory: Path,
+    target_map: TargetMap,
+    *,
+    max_rank: int,
+    base: BaseWeights | None = None,
     roots: AdapterRoots = OWN_FILES,
-) -> OpenAdapter:  # fmt: skip
+) -> OpenAdapter:
     """Open the adapter in ``directory`` and check everything except the values of A and B.
 
     ``base``: compared with weights of the base model in the file; None = all of these differ.

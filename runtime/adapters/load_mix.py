@@ -90,9 +90,7 @@ class OpenMix:
             if part.spec.use_dora:
                 raise AdapterError(f"{name!r} is a DoRA adapter, which does not add to others")
             if any(rows.changes_base for rows in part.adapter.rows):
-                raise AdapterError(
-                    f"{name!r} has rows of tokens of its own, which do not add to others"
-                )
+                raise AdapterError(f"{name!r} has rows of tokens of its own, which do not add to others")
             base = full_name_in(part.spec.base_model_name_or_path)
             if base is not None:
                 bases.setdefault(base, f"{name!r} for {part.spec.base_model_name_or_path}")
@@ -116,9 +114,7 @@ class OpenMix:
         left_out = dict.fromkeys(text for part in self._parts for text in part.adapter.left_out)
         return ResolvedAdapter(tuple(mixed), left_out=tuple(left_out))
 
-    def _take(
-        self, mixed: TargetLora, read: dict[tuple[int, str], np.ndarray], take: TakeTensor
-    ) -> None:
+    def _take(self, mixed: TargetLora, read: dict[tuple[int, str], np.ndarray], take: TakeTensor) -> None:
         """Pass the matrices of one target to ``take``."""
         found, scales = self._loras[mixed.target.index], self._source.parts
         a = [read[i, lora.a.name] * np.float32(lora.scaling * scales[i].scale) for i, lora in found]

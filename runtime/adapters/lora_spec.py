@@ -126,9 +126,7 @@ class LoraSpec:
             return self.patterns.fullmatch(names, path) is not None
         return any(path == name or path.endswith(f".{name}") for name in names)
 
-    def _from_pattern(
-        self, pattern: Sequence[tuple[str, float]], path: str, default: float
-    ) -> float:
+    def _from_pattern(self, pattern: Sequence[tuple[str, float]], path: str, default: float) -> float:
         """Return the value of the first key that matches the end of ``path`` after a dot.
 
         A key is a regex; one that matches only as plain text counts last, as in PEFT.

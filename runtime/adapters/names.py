@@ -22,11 +22,7 @@ FAILED = "failed"
 _MAX_NAME_LENGTH = 256
 _MAX_CHARS_SHOWN = 100
 _MAX_NAMES_SHOWN = 5
-_STATE_PHRASES = {
-    LOADING: "is loading",
-    DRAINING: "is draining: it was removed",
-    FAILED: "failed to load",
-}
+_STATE_PHRASES = {LOADING: "is loading", DRAINING: "is draining: it was removed", FAILED: "failed to load"}
 
 
 def check_adapter_name(name: str, base_names: Iterable[str] = ()) -> None:

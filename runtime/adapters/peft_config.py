@@ -148,9 +148,7 @@ PEFT_DEFAULTS: Mapping[str, object] = {
 }
 
 # PEFT's names for the tasks of adapters; the tensors decide what is served.
-TASK_TYPES = (
-    "SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION",
-)  # fmt: skip
+TASK_TYPES = ("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 
 
 def read_peft_config(directory: Path, roots: AdapterRoots = OWN_FILES) -> LoraSpec:
@@ -208,9 +206,7 @@ def _check_directory(path: Path) -> None:
     if path.suffix.lower() == GGUF_SUFFIX:
         raise AdapterError(f"{path} {GGUF_REASON}")
     if path.exists():
-        raise AdapterError(
-            f"{path} is not a directory; give the directory with the adapter's files"
-        )
+        raise AdapterError(f"{path} is not a directory; give the directory with the adapter's files")
     raise AdapterError(f"no such adapter directory: {path}")
 
 
@@ -305,10 +301,7 @@ def _check_patterns(spec: LoraSpec, reader: "_Fields") -> None:
     for name in spec.layers_pattern:
         reader.regex("layers_pattern", name)
         reader.regex("layers_pattern", layers_pattern_regex(name))
-    for field, pairs in (
-        ("rank_pattern", spec.rank_pattern),
-        ("alpha_pattern", spec.alpha_pattern),
-    ):
+    for field, pairs in (("rank_pattern", spec.rank_pattern), ("alpha_pattern", spec.alpha_pattern)):
         for key, _ in pairs:
             reader.regex(field, key)
             reader.regex(field, pattern_key_regex(key))
@@ -392,9 +385,7 @@ class _Fields:
                 raise self.error(name, f"token {twice} is listed twice")
         return tuple((key, tuple(tokens)) for key, tokens in lists.items())
 
-    def pattern(
-        self, name: str, check: Callable[[str, object], _Value]
-    ) -> tuple[tuple[str, _Value], ...]:
+    def pattern(self, name: str, check: Callable[[str, object], _Value]) -> tuple[tuple[str, _Value], ...]:
         value = self.fields.get(name)
         if value is None:
             return ()
@@ -405,9 +396,7 @@ class _Fields:
 
     def check_number(self, name: str, num_patterns: int) -> None:
         if num_patterns > _MAX_PATTERNS:
-            raise self.error(
-                name, f"has {num_patterns} patterns, at most {_MAX_PATTERNS} are served"
-            )
+            raise self.error(name, f"has {num_patterns} patterns, at most {_MAX_PATTERNS} are served")
 
     def regex(self, name: str, pattern: str) -> None:
         try:

@@ -23,15 +23,7 @@ from .content import AdapterContent, FileStamp
 from .conventions import NO_CONVENTIONS, AdapterConventions
 from .info import AdapterInfo, DrainingVersion
 from .mix import LoRAMix
-from .names import (
-    DRAINING,
-    FAILED,
-    LOADING,
-    READY,
-    check_adapter_name,
-    unavailable_adapter,
-    unknown_name,
-)
+from .names import DRAINING, FAILED, LOADING, READY, check_adapter_name, unavailable_adapter, unknown_name
 from .resolved import AdapterPath
 
 LoadId = NewType("LoadId", int)  # one attempt to load; never reused
@@ -50,9 +42,7 @@ class AdapterVersion:
 
     def has(self, content: AdapterContent | None) -> bool:
         """Whether the content that was read, if any, is this version's."""
-        return content is None or (
-            (content.facts, content.conventions) == (self.facts, self.conventions)
-        )
+        return content is None or ((content.facts, content.conventions) == (self.facts, self.conventions))
 
     @property
     def label(self) -> str:
@@ -179,9 +169,8 @@ class AdapterRegistry:
         facts = content.facts
         if old is not None and old.facts == facts:
             entry.version = self._held[old.adapter_id].version = replace(
-                old, path=path, conventions=content.conventions,
-                weights_stamps=content.weights_stamps,
-            )  # fmt: skip
+                old, path=path, conventions=content.conventions, weights_stamps=content.weights_stamps
+            )
             return Registered(entry.version, is_new=False)
         version = AdapterVersion(
             self.next_adapter_id(), name, path, facts, content.conventions, content.weights_stamps
@@ -289,9 +278,7 @@ class AdapterRegistry:
         ids = set(adapter_ids).union(*(self._ids_of.get(digest, ()) for digest in digests))
         return {self._held[key].version.name for key in ids if key in self._held}
 
-    def info(
-        self, name: str, residency_of: Callable[[AdapterVersion], Residency]
-    ) -> AdapterInfo | None:
+    def info(self, name: str, residency_of: Callable[[AdapterVersion], Residency]) -> AdapterInfo | None:
         """Return the published state of a name; None if no adapter has it any more.
 
         Mixes are not published.
@@ -301,11 +288,10 @@ class AdapterRegistry:
         entry = self._entries.get(name)
         draining = [
             DrainingVersion(
-                held.version.digest, held.version.rank, held.version.num_bytes,
-                residency_of(held.version),
+                held.version.digest, held.version.rank, held.version.num_bytes, residency_of(held.version)
             )
             for held in self._draining.get(name, {}).values()
-        ]  # fmt: skip
+        ]
         if entry is None:
             return _draining_info(name, self._draining.get(name, {}), draining)
         version, served = entry.version, entry.version or entry.outline
@@ -395,6 +381,13 @@ def _draining_info(
     newest = [*held.values()][-1].version
     *older, last = draining
     return AdapterInfo(
-        name, str(newest.path), DRAINING, None, newest.rank, newest.num_bytes, newest.digest,
-        residency=last.residency, draining=tuple(older),
-    )  # fmt: skip
+        name,
+        str(newest.path),
+        DRAINING,
+        None,
+        newest.rank,
+        newest.num_bytes,
+        newest.digest,
+        residency=last.residency,
+        draining=tuple(older),
+    )

@@ -52,9 +52,7 @@ def max_tensor_bytes(target_map: TargetMap, max_rank: int) -> int:
     features += sum(one.num_features for one in target_map.unused)
     weights = sum(one.num_weights for one in target_map.unused)
     weights += sum(
-        math.prod(shape)
-        for one in target_map.vocabularies.values()
-        for shape in one.shapes.values()
+        math.prod(shape) for one in target_map.vocabularies.values() for shape in one.shapes.values()
     )
     # PEFT may save a weight of another size three times.
     weights += sum(
@@ -100,9 +98,7 @@ def _phrases(left_out: Iterable[UnusedModule]) -> tuple[str, ...]:
         num, shown = paths.total(), ", ".join([*paths][:_MAX_MODULES_SHOWN])
         more = len(paths) - _MAX_MODULES_SHOWN
         tensors = "1 tensor" if num == 1 else f"{num} tensors"
-        phrases.append(
-            f"{tensors} of {shown}{f' and {more} more modules' if more > 0 else ''} ({reason})"
-        )
+        phrases.append(f"{tensors} of {shown}{f' and {more} more modules' if more > 0 else ''} ({reason})")
     return tuple(phrases)
 
 
@@ -226,9 +222,7 @@ class _Resolver:
         if len(self._problems) > num_problems_before:
             return None
         matrices = found.matrices
-        return TargetLora(
-            target, matrices["A"], matrices["B"], rank, self._spec.scaling(path), magnitudes
-        )
+        return TargetLora(target, matrices["A"], matrices["B"], rank, self._spec.scaling(path), magnitudes)
 
     def _check_matrix(self, found: _Found, matrix: str, shape: tuple[int, ...]) -> None:
         tensor = found.matrices.get(matrix)
@@ -238,9 +232,7 @@ class _Resolver:
             return
         if tensor.dtype not in FLOAT_BYTES:
             served = ", ".join(FLOAT_BYTES)
-            self._problems.append(
-                f"{tensor.name}: type {tensor.dtype} is not served, only {served}"
-            )
+            self._problems.append(f"{tensor.name}: type {tensor.dtype} is not served, only {served}")
         if tensor.shape != shape:
             self._problems.append(
                 f"{tensor.name}: shape {list(tensor.shape)}, but the model and the configuration's "

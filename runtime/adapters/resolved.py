@@ -111,9 +111,7 @@ class ResolvedAdapter:
     targets: tuple[TargetLora, ...]
     saved: tuple[SavedWeight, ...] = ()
     rows: tuple[TargetRows, ...] = ()  # by ascending index of the target
-    left_out: tuple[
-        str, ...
-    ] = ()  # parts of the file without effect on text, with reasons: phrases
+    left_out: tuple[str, ...] = ()  # parts of the file without effect on text, with reasons: phrases
 
     @property
     def max_rank(self) -> int:
@@ -123,14 +121,12 @@ class ResolvedAdapter:
     def num_bytes(self, bytes_per_element: int) -> int:
         """Bytes on a device that stores elements of this size, without padding."""
         matrices = bytes_per_element * sum(
-            lora.rank * (lora.target.in_features + lora.target.out_features)
-            for lora in self.targets
+            lora.rank * (lora.target.in_features + lora.target.out_features) for lora in self.targets
         )
         scaled = (lora.target for lora in self.targets if lora.magnitudes is not None)
         factors = FACTOR_BYTES * sum(target.out_features for target in scaled)
         rows = sum(
-            one.num_rows * (ID_BYTES + one.target.row_features * bytes_per_element)
-            for one in self.rows
+            one.num_rows * (ID_BYTES + one.target.row_features * bytes_per_element) for one in self.rows
         )
         return matrices + factors + rows
 
@@ -166,9 +162,7 @@ TakeTensor = Callable[[RawTensor, memoryview], None]
 class BaseWeights(Protocol):
     """The stored weights of the base model."""
 
-    def differing_rows(
-        self, name: str, tensor: RawTensor, parts: Iterable[memoryview]
-    ) -> NDArray[np.bool_]:
+    def differing_rows(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> NDArray[np.bool_]:
         """Which rows of ``tensor`` differ from those of the base's tensor ``name``: [rows].
 
         ``parts``: the bytes of ``tensor``, in whole rows. Both are cast to the type that the base

@@ -88,9 +88,8 @@ def stored_bytes(source: LoraModule) -> int:
 
 
 def discover(
-    lora_dir: Path, base_names: Collection[str] = (),
-    examine: Examine = lambda *_: None,
-) -> LoraDirEntries:  # fmt: skip
+    lora_dir: Path, base_names: Collection[str] = (), examine: Examine = lambda *_: None
+) -> LoraDirEntries:
     """Find directories below ``lora_dir`` with an adapter_config.json.
 
     A directory without one may contain adapters: ``team/sql`` is the name of one in ``team``. An
@@ -100,9 +99,10 @@ def discover(
     for _ in range(_MAX_WALKS):
         try:
             return FILES.call(
-                lambda place: _Walk(lora_dir, place, base_names, examine).run(), str(lora_dir),
+                lambda place: _Walk(lora_dir, place, base_names, examine).run(),
+                str(lora_dir),
                 _LOOK_TIMEOUT_S,
-            )  # fmt: skip
+            )
         except SilentError as error:
             if error.filename == str(lora_dir):
                 break
@@ -116,13 +116,18 @@ def log_entries(lora_dir: Path, before: LoraDirEntries, now: LoraDirEntries) -> 
         if "" in names:
             _LOG.warning(
                 "--lora-dir %s cannot be read (%s): its adapters stay as they are %s",
-                lora_dir, reason, "for a while" if now.is_missing else "until it can be read",
-            )  # fmt: skip
+                lora_dir,
+                reason,
+                "for a while" if now.is_missing else "until it can be read",
+            )
         else:
             _LOG.warning(
                 "--lora-dir %s: %s cannot be read (%s): adapters there stay as they are until it "
-                "can be read; all other adapters are served", lora_dir, _shown(names), reason,
-            )  # fmt: skip
+                "can be read; all other adapters are served",
+                lora_dir,
+                _shown(names),
+                reason,
+            )
     readable = sorted(before.unreadable.keys() - now.unreadable.keys())
     if "" in readable:
         _LOG.info("--lora-dir %s is readable again", lora_dir)
@@ -154,10 +159,7 @@ def why_unknown(error: OSError) -> str | None:
 class _Walk:
     """One walk through --lora-dir, in one call. It passes over entries that did not answer."""
 
-    def __init__(
-        self, lora_dir: Path, place: Place, base_names: Collection[str],
-        examine: Examine,
-    ) -> None:  # fmt: skip
+    def __init__(self, lora_dir: Path, place: Place, base_names: Collection[str], examine: Examine) -> None:
         self._lora_dir = lora_dir
         self._place = place
         self._base_names = base_names
@@ -198,9 +200,7 @@ class _Walk:
             if reason is not None:
                 self._entries.unreadable["/".join(parents)] = reason
 
-    def _in_entry(
-        self, entry: "os.DirEntry[str]", names: tuple[str, ...]
-    ) -> Iterator[tuple[str, Path]]:
+    def _in_entry(self, entry: "os.DirEntry[str]", names: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
         path = Path(entry.path)
         try:
             self._move(path)

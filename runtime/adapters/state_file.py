@@ -44,9 +44,7 @@ class AdapterStateFile:
         self._is_writing = False  # whether the thread runs; it ends after the last change
         self._changed = threading.Condition()  # of these three
         if not path.parent.is_dir():
-            raise ConfigError(
-                f"--lora-state-file {path}: the directory {path.parent} does not exist"
-            )
+            raise ConfigError(f"--lora-state-file {path}: the directory {path.parent} does not exist")
         self._adapters = {one.name: one for one in _read(path)}
 
     @property
@@ -115,9 +113,10 @@ class AdapterStateFile:
         """Note the end of a write; return whether ``data`` is the last change."""
         if failure is not None:
             _LOG.error(
-                "--lora-state-file %s cannot be written; the next start will miss the last change: "
-                "%s", self._path, failure.strerror or failure,
-            )  # fmt: skip
+                "--lora-state-file %s cannot be written; the next start will miss the last change: %s",
+                self._path,
+                failure.strerror or failure,
+            )
         with self._changed:
             self._written = data
             is_newest = data is self._newest
@@ -133,14 +132,13 @@ def _read(path: Path) -> list[RememberedAdapter]:
         if not data.strip(b"\0 \t\r\n"):  # as a power cut leaves a file that was just made
             _LOG.warning(
                 "--lora-state-file %s is empty: adapters that were loaded over HTTP before are not "
-                "served until they are loaded again", path,
-            )  # fmt: skip
+                "served until they are loaded again",
+                path,
+            )
             return []
         found = json.loads(data)
         if found["version"] != _VERSION:
-            raise ValueError(
-                f"it has version {found['version']}, this corun reads version {_VERSION}"
-            )
+            raise ValueError(f"it has version {found['version']}, this corun reads version {_VERSION}")
         return [_adapter(one) for one in found["adapters"]]
     except FileNotFoundError:
         return []

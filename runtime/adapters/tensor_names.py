@@ -14,9 +14,7 @@ from .target_map import EXPERTS_REASON
 _Item = TypeVar("_Item")
 
 _LORA_TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
-_EMBEDDING_TENSOR = re.compile(
-    r"(?P<path>.+)\.lora_embedding_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?"
-)
+_EMBEDDING_TENSOR = re.compile(r"(?P<path>.+)\.lora_embedding_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?")
 _MAGNITUDES = re.compile(
     r"(?P<path>.+)\.lora_(?P<matrix>magnitude_vector)(?:\.(?P<adapter>[^.]+))?(?:\.weight)?"
 )
@@ -36,38 +34,18 @@ _BASE_TENSOR = re.compile(
 
 # Components that wrappers insert anywhere in a path.
 _WRAPPERS = frozenset(
-    {
-        "_orig_mod",
-        "_fsdp_wrapped_module",
-        "_fpw_module",
-        "_checkpoint_wrapped_module",
-        "_forward_module",
-    }
+    {"_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module"}
 )
 
 # Leading components before the decoder; which of them occur depends on the outer class.
 _HOLDERS = frozenset(
-    {
-        "module",
-        "model",
-        "language_model",
-        "text_model",
-        "llm",
-        "thinker",
-        "transformer",
-        "gpt_neox",
-    }
+    {"module", "model", "language_model", "text_model", "llm", "thinker", "transformer", "gpt_neox"}
 )
 
-SAVED_MODULES_REASON = (
-    "of fully trained modules only the embedding of tokens and the output head are served"
-)
+SAVED_MODULES_REASON = "of fully trained modules only the embedding of tokens and the output head are served"
 
 # Parts of tensor names that are known but not served.
-_REFUSED_PARTS = (
-    ("modules_to_save", SAVED_MODULES_REASON),
-    (".experts.", EXPERTS_REASON),
-)
+_REFUSED_PARTS = (("modules_to_save", SAVED_MODULES_REASON), (".experts.", EXPERTS_REASON))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +82,7 @@ def parse_base_tensor_name(name: str) -> BaseTensorName | None:
     PEFT's wrappers of such modules are tolerated. None if there is no path.
     """
     match = _BASE_TENSOR.fullmatch(_without_wrappers(name))
-    return (
-        None if match is None else BaseTensorName(match["path"], match["name"], match["form"] or "")
-    )
+    return None if match is None else BaseTensorName(match["path"], match["name"], match["form"] or "")
 
 
 def refusal_of_name(name: str) -> str:

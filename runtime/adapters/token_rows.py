@@ -45,9 +45,7 @@ class RowsResolver:
         index = weight.target.index
         first = self._weights.get(index)
         if first is not None and form == self._forms[index]:
-            self._problems.append(
-                f"{weight.tensor.name}: the module already has {first.tensor.name}"
-            )
+            self._problems.append(f"{weight.tensor.name}: the module already has {first.tensor.name}")
         elif first is None or _FORMS.index(form) < _FORMS.index(self._forms[index]):
             self._weights[index], self._forms[index] = weight, form
 
@@ -66,9 +64,7 @@ class RowsResolver:
             )
         elif tensor.dtype not in FLOAT_BYTES:
             served = ", ".join(FLOAT_BYTES)
-            self._problems.append(
-                f"{tensor.name}: type {tensor.dtype} is not served, only {served}"
-            )
+            self._problems.append(f"{tensor.name}: type {tensor.dtype} is not served, only {served}")
         else:
             self._trained[target.index] = tensor, tokens
 
@@ -103,8 +99,7 @@ class RowsResolver:
             tokens = self._spec.trained_tokens(target.path, is_embedding=target.is_embedding)
             if tokens is not None and not is_tied and target.index not in self._trained:
                 self._problems.append(
-                    f"{target.path}: trainable_token_indices names it, but the file has no rows "
-                    "for it"
+                    f"{target.path}: trainable_token_indices names it, but the file has no rows for it"
                 )
 
     def _tied_embedding(self, head: Target) -> Target | None:
@@ -118,12 +113,9 @@ class RowsResolver:
             embedding = self._tied_embedding(head) if head.is_head else None
             if embedding is None:
                 continue
-            if self._spec.ensure_weight_tying and (
-                head.index in with_lora or embedding.index in with_lora
-            ):
+            if self._spec.ensure_weight_tying and (head.index in with_lora or embedding.index in with_lora):
                 self._problems.append(
-                    f"{embedding.path}: LoRA on a tied embedding with ensure_weight_tying is not "
-                    "served"
+                    f"{embedding.path}: LoRA on a tied embedding with ensure_weight_tying is not served"
                 )
             trained = self._trained.get(embedding.index)
             if trained is not None and head.index not in self._trained:
@@ -132,8 +124,7 @@ class RowsResolver:
                     self._trained[head.index] = trained
                 else:
                     self._problems.append(
-                        f"{head.path}: trainable_token_indices names it, but the file has no rows "
-                        "for it"
+                        f"{head.path}: trainable_token_indices names it, but the file has no rows for it"
                     )
             for one, other in ((embedding, head), (head, embedding)):
                 weight = self._weights.get(one.index)
@@ -207,9 +198,7 @@ def with_kept(adapter: ResolvedAdapter, kept: Mapping[str, Spans]) -> ResolvedAd
     """Return ``adapter`` with more rows of its saved weights; ``kept``: by path of the target."""
     weights = {one.target.index: one.tensor for one in adapter.saved if one.target is not None}
     rows = tuple(
-        _with_spans(one, weights[one.target.index], kept[one.target.path])
-        if one.target.path in kept
-        else one
+        _with_spans(one, weights[one.target.index], kept[one.target.path]) if one.target.path in kept else one
         for one in adapter.rows
     )
     return replace(adapter, rows=rows)
@@ -233,9 +222,7 @@ def spans_beside(rows: TargetRows, wanted: NDArray[np.bool_]) -> Spans:
     return tuple(spans)
 
 
-def _with_spans(
-    rows: TargetRows, weight: RawTensor, spans: Sequence[tuple[int, int]]
-) -> TargetRows:
+def _with_spans(rows: TargetRows, weight: RawTensor, spans: Sequence[tuple[int, int]]) -> TargetRows:
     """Add the rows of some tokens from a whole weight, in parts of a limited size."""
     step = max(1, _MAX_RUN_BYTES // max(1, weight.num_bytes // weight.shape[0]))
     runs = [
@@ -246,9 +233,7 @@ def _with_spans(
     return replace(rows, runs=tuple(sorted((*rows.runs, *runs), key=lambda run: run.first)))
 
 
-def _runs_of_tokens(
-    tensor: RawTensor, tokens: Sequence[int], target: Target
-) -> tuple[TokenRows, ...]:
+def _runs_of_tokens(tensor: RawTensor, tokens: Sequence[int], target: Target) -> tuple[TokenRows, ...]:
     """One run for each sequence of consecutive tokens; ``tokens``: of the rows of ``tensor``."""
     starts = [at for at, one in enumerate(tokens) if at == 0 or tokens[at - 1] + 1 != one]
     runs = [

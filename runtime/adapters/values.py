@@ -79,9 +79,7 @@ def check_magnitudes(raw: RawTensor, data: memoryview) -> None:
     magnitudes = np.frombuffer(data, dtype=stored.dtype) & stored.dtype(stored.magnitude)
     zeros = np.flatnonzero(magnitudes == 0)
     if len(zeros):
-        raise AdapterError(
-            f"{raw.name} is 0 at {zeros[0]}; DoRA's magnitudes are norms of rows of weights"
-        )
+        raise AdapterError(f"{raw.name} is 0 at {zeros[0]}; DoRA's magnitudes are norms of rows of weights")
 
 
 def float32_of(raw: RawTensor, data: memoryview) -> np.ndarray:

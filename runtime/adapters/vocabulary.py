@@ -79,9 +79,7 @@ def compare(
             return TokenDifferences(reason=f"the base's token {_shown(content)} is missing")
     more = [one for one in own_added.values() if one.content not in base.added]
     if len(more) > MAX_ADDED_TOKENS:
-        return TokenDifferences(
-            reason=f"it adds {len(more)} tokens; at most {MAX_ADDED_TOKENS} are served"
-        )
+        return TokenDifferences(reason=f"it adds {len(more)} tokens; at most {MAX_ADDED_TOKENS} are served")
     return TokenDifferences(
         tuple(sorted(more, key=lambda one: one.token_id)),
         tuple(sorted(base.ids[content] for content in missing)),

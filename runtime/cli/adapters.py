@@ -17,8 +17,7 @@ from ..errors import ConfigError, CorunError
 
 _TIMEOUT_S = 10.0
 _MIB = 2**20
-_HEADINGS = ("name", "level", "rank", "device", "host", "KV", "running", "waiting", "uses",
-             "last use", "")  # fmt: skip
+_HEADINGS = ("name", "level", "rank", "device", "host", "KV", "running", "waiting", "uses", "last use", "")
 _CLUSTER_HEADINGS = ("name", "level", "rank", "size", "engines", "files at", "")
 _NUMBERS = frozenset(_HEADINGS[2:-1]) | {"size"}  # of both, to the right
 _SECONDS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
@@ -62,11 +61,17 @@ def cluster_table(adapters: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [_CLUSTER_HEADINGS]
     for adapter in adapters:
         engines = (f"{engine} {level}" for engine, level in sorted(adapter["engines"].items()))
-        rows.append((
-            adapter["name"], adapter["level"], str(adapter["rank"]), _mib(adapter["num_bytes"]),
-            ", ".join(engines) or "-", ", ".join(sorted(adapter["copies"])) or "-",
-            _remark(adapter),
-        ))  # fmt: skip
+        rows.append(
+            (
+                adapter["name"],
+                adapter["level"],
+                str(adapter["rank"]),
+                _mib(adapter["num_bytes"]),
+                ", ".join(engines) or "-",
+                ", ".join(sorted(adapter["copies"])) or "-",
+                _remark(adapter),
+            )
+        )
     return _aligned(rows)
 
 
@@ -99,11 +104,18 @@ def _row(name: str, version: Mapping[str, Any], now_s: float, remark: str) -> tu
         level += f" {version['num_groups_loaded']}/{version['num_groups']}"
     last_s = version["last_use_unix_s"]
     return (
-        name, level, str(version["rank"]), _mib(version["device_bytes"]),
-        _mib(version["host_bytes"]), _mib(version["kv_device_bytes"] + version["kv_host_bytes"]),
-        str(version["num_references"]), str(version["num_waiting"]), str(version["num_uses"]),
-        "-" if last_s is None else _ago(now_s - last_s), remark,
-    )  # fmt: skip
+        name,
+        level,
+        str(version["rank"]),
+        _mib(version["device_bytes"]),
+        _mib(version["host_bytes"]),
+        _mib(version["kv_device_bytes"] + version["kv_host_bytes"]),
+        str(version["num_references"]),
+        str(version["num_waiting"]),
+        str(version["num_uses"]),
+        "-" if last_s is None else _ago(now_s - last_s),
+        remark,
+    )
 
 
 def _remark(adapter: Mapping[str, Any]) -> str:

@@ -13,9 +13,7 @@ from ..errors import ConfigError, encodable
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the requested reports; return 0 unless the adapter cannot be served."""
-    (config,) = build_configs(
-        vars(arguments), (EngineConfig,), environment=os.environ, command="check"
-    )
+    (config,) = build_configs(vars(arguments), (EngineConfig,), environment=os.environ, command="check")
     if arguments.adapter is None and config.quantization is None:
         raise ConfigError("corun check needs an ADAPTER, or --quantization, or both")
     config = with_demo(config)

@@ -50,10 +50,18 @@ _OLDEST_RAY = "2.55"
 _RAY_TIMEOUT_S = 5.0
 # Options of the server that concern its clients, and so gateways but not engines.
 _OF_GATEWAYS = (
-    "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file",
-    "allow_runtime_lora_updating", "allowed_lora_dirs", "metrics_need_key", "health_needs_key",
+    "host",
+    "port",
+    "api_key",
+    "api_key_file",
+    "admin_key",
+    "admin_key_file",
+    "allow_runtime_lora_updating",
+    "allowed_lora_dirs",
+    "metrics_need_key",
+    "health_needs_key",
     "allowed_origins",
-)  # fmt: skip
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -143,14 +151,10 @@ def _check(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig) -> 
             f"--ray is {cluster.ray}, but there are no engines to start there: give --engines N"
         )
     if cluster.engines is None and engine.model is not None:
-        raise ConfigError(
-            f"MODEL is {engine.model}, but no engine is started here: give --engines N"
-        )
+        raise ConfigError(f"MODEL is {engine.model}, but no engine is started here: give --engines N")
     for name, number in parse_min_copies(cluster.min_copies).items():
         if number > num_engines:
-            raise ConfigError(
-                f"--min-copies is {name}={number}, but there are {num_engines} engines"
-            )
+            raise ConfigError(f"--min-copies is {name}={number}, but there are {num_engines} engines")
     check_live_placement(cluster.placement, has_points=cluster.operating_points is not None)
     check_shared(serve, cluster)
     check_paths(engine, serve)
@@ -167,8 +171,7 @@ def _of_ray(cluster: ClusterConfig) -> ClusterConfig:
         raise ConfigError("--ray needs Ray: pip install 'corun[ray]'") from None
     if _numbers(version) < _numbers(_OLDEST_RAY):
         raise ConfigError(
-            f"--ray needs Ray {_OLDEST_RAY} or newer, but {version} is installed: pip install -U "
-            "'corun[ray]'"
+            f"--ray needs Ray {_OLDEST_RAY} or newer, but {version} is installed: pip install -U 'corun[ray]'"
         )
     address = check_ray(cluster.ray, "--ray")
     assert address is not None
@@ -218,16 +221,17 @@ def _reserve(host: str, port: int) -> Iterator[socket.socket]:
         raise ConfigError(str(error).replace("--", "--cluster-")) from None
     with sock:
         if ipaddress.ip_address(sock.getsockname()[0]).is_unspecified:
-            raise ConfigError(
-                f"--cluster-host is {host}, must be an address that other machines can reach"
-            )
+            raise ConfigError(f"--cluster-host is {host}, must be an address that other machines can reach")
         yield sock
 
 
 def _plan(
-    engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig,
-    division: MachineDivision | None, socks: tuple[socket.socket, socket.socket, socket.socket],
-) -> ClusterPlan:  # fmt: skip
+    engine: EngineConfig,
+    serve: ServeConfig,
+    cluster: ClusterConfig,
+    division: MachineDivision | None,
+    socks: tuple[socket.socket, socket.socket, socket.socket],
+) -> ClusterPlan:
     base_names = serve.served_model_name
     if not base_names and cluster.engines is not None:
         base_names = (model_name(engine),)
@@ -283,9 +287,13 @@ def _plan(
 
 
 def _ray_settings(
-    engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig, controller_url: str,
-    place: tuple[str, str], roots: AdapterRoots,
-) -> RaySettings | None:  # fmt: skip
+    engine: EngineConfig,
+    serve: ServeConfig,
+    cluster: ClusterConfig,
+    controller_url: str,
+    place: tuple[str, str],
+    roots: AdapterRoots,
+) -> RaySettings | None:
     """``place``: the state directory and the cluster's key."""
     if cluster.ray is None or cluster.engines is None:
         return None

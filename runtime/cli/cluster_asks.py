@@ -29,9 +29,7 @@ _GIB = 2**30
 def run(arguments: argparse.Namespace) -> int:
     """Send the changes to the controller, and print the status of the cluster."""
     command = arguments.command
-    (cluster,) = build_configs(
-        vars(arguments), (ClusterConfig,), environment=os.environ, command=command
-    )
+    (cluster,) = build_configs(vars(arguments), (ClusterConfig,), environment=os.environ, command=command)
     changes = list(_changes(command.rpartition(" ")[2], arguments, cluster))
     url, key = find_controller(cluster), read_key(cluster)
     for line in asyncio.run(_ask(url, key, changes)):
@@ -39,14 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _changes(
-    action: str, arguments: argparse.Namespace, cluster: ClusterConfig
-) -> Iterator[EngineChange]:
+def _changes(action: str, arguments: argparse.Namespace, cluster: ClusterConfig) -> Iterator[EngineChange]:
     if action == "add":
         if cluster.engines is None and not cluster.engine:
-            raise ConfigError(
-                "nothing to add: give --engines N, or --engine URL of one that runs already"
-            )
+            raise ConfigError("nothing to add: give --engines N, or --engine URL of one that runs already")
         for text in cluster.engine:
             card = given_card(text)
             yield EngineChange(action="add", url=card.url, foreign=card.foreign)
@@ -62,9 +56,7 @@ async def _ask(url: str, key: str, changes: list[EngineChange]) -> list[str]:
         try:
             for change in changes:
                 await call(session, url + ENGINES_PATH, change, dict, timeout_s=_TIMEOUT_S)
-            status = await call(
-                session, url + STATUS_PATH, None, ClusterStatus, timeout_s=_TIMEOUT_S
-            )
+            status = await call(session, url + STATUS_PATH, None, ClusterStatus, timeout_s=_TIMEOUT_S)
         except HttpError as error:
             # A 4xx is a mistake in the options, a 5xx a failure of the cluster.
             raise ConfigError(str(error)) if error.status < 500 else error from None
@@ -73,9 +65,7 @@ async def _ask(url: str, key: str, changes: list[EngineChange]) -> list[str]:
 
 def status_lines(url: str, status: ClusterStatus) -> Iterator[str]:
     """Yield a line for each engine, agent (with its cores) and adapter."""
-    yield (
-        f"controller {url}, {_count(status.num_gateways, 'gateway')}, placement {status.placement}"
-    )
+    yield (f"controller {url}, {_count(status.num_gateways, 'gateway')}, placement {status.placement}")
     machines = status.machines
     if machines is not None:
         how = "" if machines.is_up else f", and does not answer: {machines.reason}"

@@ -45,9 +45,13 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", "--help-all", action=_HelpAction)
 
     def add(
-        self, title: str, *names: str, help: str,
-        container: "argparse._ActionsContainer | None" = None, **arguments: Any,
-    ) -> None:  # fmt: skip
+        self,
+        title: str,
+        *names: str,
+        help: str,
+        container: "argparse._ActionsContainer | None" = None,
+        **arguments: Any,
+    ) -> None:
         """Add an argument that no configuration has, under the heading ``title``.
 
         ``container``: the parser, or one of its groups of which only one may be given.
@@ -59,9 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         entry = _Entry(usage, help, flags, in_usage="" if flags else dots.format(metavar))
         self._sections.setdefault(title, []).append(entry)
 
-    def add_options(
-        self, command: str, groups: Sequence[OptionGroup], specs: Sequence[OptionSpec]
-    ) -> None:
+    def add_options(self, command: str, groups: Sequence[OptionGroup], specs: Sequence[OptionSpec]) -> None:
         """Add options of configurations under the headings of their groups."""
         by_name = {spec.name: spec for spec in specs}
         for group in groups:
@@ -135,9 +137,12 @@ class _HelpAction(argparse.Action):
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0)
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object,
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
         option_string: str | None = None,
-    ) -> NoReturn:  # fmt: skip
+    ) -> NoReturn:
         assert isinstance(parser, CommandParser)
         print(parser.help_text(shows_all=option_string == "--help-all"), end="")
         parser.exit()

@@ -11,8 +11,7 @@ COMMANDS: Mapping[str, str] = {
     "gateway": "Start one more gateway of a cluster that runs on another machine.",
     "cluster status": "Show engines, adapters and CPU cores of a running cluster.",
     "cluster add": "Add engines to a running cluster.",
-    "cluster remove": "Remove engines from a running cluster. Last copies of adapters are moved "
-    "first.",
+    "cluster remove": "Remove engines from a running cluster. Last copies of adapters are moved first.",
     "cluster drain": "Let engines of a running cluster finish their requests, then remove them.",
     "check": "Check whether an adapter can be served over a model, without loading weights. With "
     "--quantization, show how much quantization changes the model's predictions.",
@@ -62,9 +61,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "env": (("corun env", ""),),
     "profile": (("corun profile Qwen/Qwen2.5-0.5B-Instruct", ""),),
     "plan": (("corun plan --workload S1 --slo-ttft-s 2 --rps 20", ""),),
-    "simulate": (
-        ("corun simulate --workload S1 --rps 4 --compare scheduling-policy=corun,fcfs", ""),
-    ),
+    "simulate": (("corun simulate --workload S1 --rps 4 --compare scheduling-policy=corun,fcfs", ""),),
     "options": (("corun options --update docs/options.md", ""),),
     "completion": (
         ("source <(corun completion bash)", "bash, for instance in ~/.bashrc"),

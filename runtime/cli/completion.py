@@ -82,9 +82,7 @@ def _filled(
     return template
 
 
-def _cases(
-    variable: str, words: "dict[str, list[str]] | dict[str, tuple[str, ...]]"
-) -> Iterator[str]:
+def _cases(variable: str, words: "dict[str, list[str]] | dict[str, tuple[str, ...]]") -> Iterator[str]:
     for name, some in words.items():
         yield f'            ("{name}") {variable}="{" ".join(some)}" ;;'
 

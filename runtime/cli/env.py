@@ -80,10 +80,7 @@ def _machine(facts: MachineFacts) -> Iterator[tuple[str, str]]:
     yield "numa nodes", str(len(facts.numa_nodes))
     yield "memory", f"{_gib(facts.memory_total_bytes)}, {_gib(facts.memory_available_bytes)} free"
     yield "memory limit", "none" if limit is None else _gib(limit)
-    yield (
-        "/dev/shm",
-        f"{_gib(facts.shm_total_bytes)}, {_gib(facts.shm_available_bytes)} free",
-    )
+    yield ("/dev/shm", f"{_gib(facts.shm_total_bytes)}, {_gib(facts.shm_available_bytes)} free")
 
 
 def _matters(feature: str) -> bool:

@@ -11,13 +11,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from ..exit_codes import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
-    EXIT_UNREAD,
-    EXIT_USAGE,
-)
+from ..exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_UNREAD, EXIT_USAGE
 
 if TYPE_CHECKING:
     import argparse
@@ -138,9 +132,7 @@ def _run_command(arguments: "argparse.Namespace") -> int:
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
-        raise ConfigError(
-            f"corun {arguments.command} needs aiohttp: pip install 'corun[cluster]'"
-        ) from None
+        raise ConfigError(f"corun {arguments.command} needs aiohttp: pip install 'corun[cluster]'") from None
     code = module.run(arguments)
     assert isinstance(code, int)
     return code

@@ -90,9 +90,7 @@ def _resumed(partial: Path, versions: str, model_types: list[str]) -> list[Trial
         return done + _tried([name for name in model_types if name not in known], keep)
 
 
-def _tried(
-    model_types: list[str], keep: Callable[[Trial], None] = lambda trial: None
-) -> list[Trial]:
+def _tried(model_types: list[str], keep: Callable[[Trial], None] = lambda trial: None) -> list[Trial]:
     """Try types, report progress, and call ``keep`` with each result."""
     trials = []
     for trial in try_in_processes(model_types):

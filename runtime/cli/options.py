@@ -12,8 +12,7 @@ from ..errors import ConfigError
 from ..exit_codes import EXIT_CODES
 
 _MARKED = re.compile(
-    r"(<!-- (\w+): written by `corun options --update [^`\n]+` -->\n)(.*?)(<!-- end of \2 -->)",
-    re.DOTALL,
+    r"(<!-- (\w+): written by `corun options --update [^`\n]+` -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL
 )
 
 
@@ -44,9 +43,7 @@ def cluster_options_markdown() -> str:
 def exit_codes_markdown() -> str:
     """Return a table of the exit codes of all commands."""
     rows = [f"| {code} | {cause} | {answer} |" for code, (cause, answer) in EXIT_CODES.items()]
-    return (
-        "\n".join(["| code | cause | what a supervisor should do |", "|---|---|---|", *rows]) + "\n"
-    )
+    return "\n".join(["| code | cause | what a supervisor should do |", "|---|---|---|", *rows]) + "\n"
 
 
 def _table(*config_classes: type) -> str:
@@ -64,9 +61,11 @@ def update_tables(document: str) -> str:
     from ..server.reference import TABLES  # which loads what serves
 
     tables = {
-        "options": options_markdown, "cluster": cluster_options_markdown, **TABLES,
+        "options": options_markdown,
+        "cluster": cluster_options_markdown,
+        **TABLES,
         "exit_codes": exit_codes_markdown,
-    }  # fmt: skip
+    }
 
     def replaced(found: re.Match[str]) -> str:
         name = found[2]

@@ -101,9 +101,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def command_parser(command: str) -> CommandParser:
     """Return the parser of a command, which has one word or two."""
-    parser = CommandParser(
-        prog=f"corun {command}", description=COMMANDS[command], examples=EXAMPLES[command]
-    )
+    parser = CommandParser(prog=f"corun {command}", description=COMMANDS[command], examples=EXAMPLES[command])
     if command == "profile":
         _add_profile_arguments(parser)
     elif command == "check":
@@ -111,31 +109,38 @@ def command_parser(command: str) -> CommandParser:
     elif command == "adapters":
         _add_adapters_arguments(parser)
     elif command == "models":
-        parser.add("Arguments", "model_types", metavar="MODEL_TYPE", nargs="*",
-                   help="Types as in config.json, such as qwen3; default: all.")  # fmt: skip
-        parser.add("Options", "--update", metavar="FILE",
-                   help="Update the table in FILE.")  # fmt: skip
+        parser.add(
+            "Arguments",
+            "model_types",
+            metavar="MODEL_TYPE",
+            nargs="*",
+            help="Types as in config.json, such as qwen3; default: all.",
+        )
+        parser.add("Options", "--update", metavar="FILE", help="Update the table in FILE.")
     elif command == "options":
-        parser.add("Options", "--update", metavar="FILE",
-                   help="Update the generated tables in FILE.")  # fmt: skip
+        parser.add("Options", "--update", metavar="FILE", help="Update the generated tables in FILE.")
     elif command == "completion":
-        parser.add("Arguments", "shell", metavar="SHELL", choices=SHELLS,
-                   help=f"One of {', '.join(SHELLS)}.")  # fmt: skip
+        parser.add("Arguments", "shell", metavar="SHELL", choices=SHELLS, help=f"One of {', '.join(SHELLS)}.")
     elif command in _WITH_ENGINE_IDS:
         parser.add("Arguments", "engine_id", metavar="ENGINE", nargs="+", help=_ENGINE_HELP)
     parser.add_options(command, groups_of(command), _options(command))
     if command in _WITH_FILE:
         parser.add(
-            "Server", "--config", metavar="FILE",
+            "Server",
+            "--config",
+            metavar="FILE",
             help="YAML file of options. Flags and CORUN_ variables override it.",
-        )  # fmt: skip
+        )
     return parser
 
 
 def commands_help() -> str:
     """Return the text of ``corun --help``: the commands."""
-    lines = ["usage: corun COMMAND [OPTION ...]", "",
-             "Serve many LoRA adapters over one base language model."]  # fmt: skip
+    lines = [
+        "usage: corun COMMAND [OPTION ...]",
+        "",
+        "Serve many LoRA adapters over one base language model.",
+    ]
     for title, names in COMMAND_GROUPS.items():
         lines += ["", f"{title}:"]
         for name in names:
@@ -171,9 +176,7 @@ def _check_command(command: str, rest: Sequence[str]) -> None:
         raise ConfigError(f"unknown command {command!r}{near} (see corun --help)")
     if command == "cluster" and rest and not Path(rest[0]).exists():
         hint = " (did you mean corun cluster {}?)"
-        near = near_names(
-            rest[0], _CLUSTER_ACTIONS, hint, show=str, most=1, cutoff=_NEAR_ACTION
-        )  # fmt: skip
+        near = near_names(rest[0], _CLUSTER_ACTIONS, hint, show=str, most=1, cutoff=_NEAR_ACTION)
         if near:
             raise ConfigError(f"unknown command 'cluster {rest[0]}'{near}")
 
@@ -195,47 +198,55 @@ def _options(command: str) -> list[OptionSpec]:
 def _add_profile_arguments(parser: CommandParser) -> None:
     title = "Measuring"
     parser.add(
-        title, "--budget-s", metavar="X",
-        help="Measure for about X seconds; a very small X is exceeded. Default: half a minute at "
-        "most.",
-    )  # fmt: skip
+        title,
+        "--budget-s",
+        metavar="X",
+        help="Measure for about X seconds; a very small X is exceeded. Default: half a minute at most.",
+    )
     parser.add(
-        title, "--output", metavar="FILE",
+        title,
+        "--output",
+        metavar="FILE",
         help="File to write the profile to; default: the file that corun serve reads.",
-    )  # fmt: skip
+    )
     parser.add(
-        title, "--picture", metavar="FILE",
+        title,
+        "--picture",
+        metavar="FILE",
         help="PNG file to draw the curves to; default: next to the profile.",
-    )  # fmt: skip
+    )
 
 
 def _add_check_arguments(parser: CommandParser) -> None:
+    parser.add("Arguments", "adapter", metavar="ADAPTER", nargs="?", help="PEFT directory of the adapter.")
     parser.add(
-        "Arguments", "adapter", metavar="ADAPTER", nargs="?", help="PEFT directory of the adapter."
+        "Options",
+        "--model",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="Directory or hub id of the base model; default: the packaged demo model.",
     )
     parser.add(
-        "Options", "--model", metavar="MODEL", default=argparse.SUPPRESS,
-        help="Directory or hub id of the base model; default: the packaged demo model.",
-    )  # fmt: skip
-    parser.add(
-        "Options", "--text", metavar="FILE",
+        "Options",
+        "--text",
+        metavar="FILE",
         help="Text for the comparison of --quantization; default: stories like the demo's.",
-    )  # fmt: skip
+    )
 
 
 def _add_adapters_arguments(parser: CommandParser) -> None:
     title = "Options"
     parser.add(
-        title, "--url", metavar="URL", default="http://localhost:8000",
+        title,
+        "--url",
+        metavar="URL",
+        default="http://localhost:8000",
         help="URL of the server. Default: http://localhost:8000.",
-    )  # fmt: skip
-    parser.add(
-        title, "--api-key", metavar="KEY", help="API key of the server; default: CORUN_API_KEY."
     )
+    parser.add(title, "--api-key", metavar="KEY", help="API key of the server; default: CORUN_API_KEY.")
     parser.add(
-        title, "--level", metavar="LEVEL",
-        help=f"Show only adapters at this level: {', '.join(LEVELS)}.",
-    )  # fmt: skip
+        title, "--level", metavar="LEVEL", help=f"Show only adapters at this level: {', '.join(LEVELS)}."
+    )
 
 
 _ENGINE_HELP = (

@@ -70,9 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _setups(
-    engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
-) -> list[SimulatedRun]:
+def _setups(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]) -> list[SimulatedRun]:
     """One for each seed. Raises ``ConfigError``."""
     workload = read_workload(config.workload)
     if workload.json_lines is not None:
@@ -104,9 +102,8 @@ def _changed(
 
 
 def report(
-    setup: SimulatedRun, config: SimulateConfig, slo: Slo, base: Capacity,
-    changed: Mapping[str, Capacity],
-) -> Iterator[str]:  # fmt: skip
+    setup: SimulatedRun, config: SimulateConfig, slo: Slo, base: Capacity, changed: Mapping[str, Capacity]
+) -> Iterator[str]:
     """Yield the lines of the report."""
     low, high = min(base.rates_rps), max(base.rates_rps)
     yield f"Simulated, not measured. Machine: {setup.machine.name}. Workload: {config.workload}."
@@ -133,9 +130,13 @@ def report(
 
 
 def _servers(
-    study: Study, setups: Sequence[SimulatedRun], slo: Slo, config: SimulateConfig, base: Capacity,
+    study: Study,
+    setups: Sequence[SimulatedRun],
+    slo: Slo,
+    config: SimulateConfig,
+    base: Capacity,
     changed: Mapping[str, Capacity],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Return how many servers hold ``--rps``: simulated, or from the load of two or of one."""
     if config.rps is None:
         return []
@@ -145,17 +146,13 @@ def _servers(
     if two is not None and number <= _MAX_SIMULATED:
         number = servers_for(study, setups, slo, config.rps, number)
         how = f"simulated, router {DEFAULT_ROUTER}"
-    return [
-        f"servers   {number} for {config.rps:g} requests/s, each with all adapters ({how})"
-    ]  # fmt: skip
+    return [f"servers   {number} for {config.rps:g} requests/s, each with all adapters ({how})"]
 
 
 def _adapters(setup: SimulatedRun, base: Capacity) -> Iterator[str]:
     workload = draw_workload(_any_load(setup.workload), setup.traces)
     sizes = [setup.machine.adapter_facts("", rank).num_bytes for rank in workload.ranks]
-    fit = statistics.median(
-        adapters_that_fit(one, statistics.fmean(sizes)) for one in base.outcomes
-    )
+    fit = statistics.median(adapters_that_fit(one, statistics.fmean(sizes)) for one in base.outcomes)
     hits = 1.0 - statistics.median(one.figures.cold_share for one in base.outcomes)
     yield (
         f"adapters  {len(sizes)}, {sum(sizes) / 2**30:.3g} GiB; at that load "

@@ -32,9 +32,7 @@ _REPORT_EVERY_S = 2.0  # where lines cannot be overwritten
 def run(arguments: argparse.Namespace) -> int:
     """Measure, save, draw, and print the table and the lines to paste; return the exit code."""
     configure_logging("warning")  # a line of progress takes the place of information
-    (config,) = build_configs(
-        vars(arguments), (EngineConfig,), environment=os.environ, command="profile"
-    )
+    (config,) = build_configs(vars(arguments), (EngineConfig,), environment=os.environ, command="profile")
     # Before numba and torch are loaded.
     os.environ.update(own_environment(config.cpu_isa, os.environ))
     may_draw = _may_draw(is_requested=arguments.picture is not None)

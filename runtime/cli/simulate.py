@@ -128,9 +128,13 @@ def cells_of(engine: EngineConfig, config: SimulateConfig, given: frozenset[str]
             ]
             if cluster is not None:
                 placed = with_capacity(
-                    cluster, setups[0], engine.slo_ttft_s, config.percentile,
-                    _num_processes(config), ProgressLine().say,
-                )  # fmt: skip
+                    cluster,
+                    setups[0],
+                    engine.slo_ttft_s,
+                    config.percentile,
+                    _num_processes(config),
+                    ProgressLine().say,
+                )
                 setups = [replace(setup, cluster=placed) for setup in setups]
             yield Cell(variant.name, tuple(setups))
 

@@ -16,9 +16,12 @@ class PlacementSteps:
     """A placement, the demand that it has seen, and its last plan."""
 
     def __init__(
-        self, policy: PlacementPolicy, *,
-        min_copies: Mapping[str, int] | None = None, shares: Shares | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        policy: PlacementPolicy,
+        *,
+        min_copies: Mapping[str, int] | None = None,
+        shares: Shares | None = None,
+    ) -> None:
         """``min_copies``: by adapter. ``shares``: an earlier plan, where the next one starts."""
         self.shares: Shares = shares or {}
         self._policy = policy
@@ -42,10 +45,7 @@ class PlacementSteps:
         """End the current step, which lasted ``lasted_s``."""
         self._forecast.add(
             {
-                name: (
-                    self._prompt_tokens[name] / lasted_s,
-                    self._output_tokens[name] / lasted_s,
-                )
+                name: (self._prompt_tokens[name] / lasted_s, self._output_tokens[name] / lasted_s)
                 for name in self._prompt_tokens | self._output_tokens
             }
         )
@@ -59,9 +59,8 @@ class PlacementSteps:
     def demand_of(self, name: str, rank: int, num_bytes: int) -> AdapterDemand:
         """Return an adapter with its expected demand in the next step."""
         return AdapterDemand(
-            name=name, rank=rank, num_bytes=num_bytes,
-            tokens_per_s=self._forecast.tokens_per_s(name),
-        )  # fmt: skip
+            name=name, rank=rank, num_bytes=num_bytes, tokens_per_s=self._forecast.tokens_per_s(name)
+        )
 
     def plan(self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer]) -> Shares:
         """Plan the next step for these servers, at least one. May take long.
@@ -87,9 +86,8 @@ def names_at(shares: Shares) -> dict[ServerId, set[str]]:
 
 
 def _with_copies(
-    name: str, row: Mapping[ServerId, float], number: int, servers: Sequence[StoreServer],
-    previous: Shares,
-) -> Mapping[ServerId, float]:  # fmt: skip
+    name: str, row: Mapping[ServerId, float], number: int, servers: Sequence[StoreServer], previous: Shares
+) -> Mapping[ServerId, float]:
     """Return ``row`` on at least ``number`` servers; previous ones come first.
 
     Each added server gets an equal share.
@@ -107,6 +105,4 @@ def _with_copies(
     if not new:
         return row
     kept = len(row) / number
-    return {server_id: share * kept for server_id, share in row.items()} | dict.fromkeys(
-        new, 1.0 / number
-    )
+    return {server_id: share * kept for server_id, share in row.items()} | dict.fromkeys(new, 1.0 / number)

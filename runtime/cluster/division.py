@@ -135,9 +135,13 @@ def _divided(
 
 
 def _by_node(
-    by_node: dict[int | None, list[Core]], nodes: Sequence[int | None], least: int, most: int,
-    *, has_spare: bool,
-) -> list[list[Core]] | None:  # fmt: skip
+    by_node: dict[int | None, list[Core]],
+    nodes: Sequence[int | None],
+    least: int,
+    most: int,
+    *,
+    has_spare: bool,
+) -> list[list[Core]] | None:
     """Cores of each engine on its node, or None if a node has too few.
 
     Without ``has_spare``, cores on no engine's node, the node with the most keeps one.
@@ -177,9 +181,7 @@ def _physical_cores(machine: MachineFacts) -> list[Core]:
     return sorted([core for core in cores if core] + [(cpu,) for cpu in allowed - known])
 
 
-def _nodes_of(
-    machine: MachineFacts, own: Sequence[VisibleDevice | None]
-) -> list[int | None]:  # fmt: skip
+def _nodes_of(machine: MachineFacts, own: Sequence[VisibleDevice | None]) -> list[int | None]:
     """Return the NUMA node of each engine: its device's, or else an equal part of all nodes."""
     known = [node.index for node in machine.numa_nodes if _has_allowed(machine, node.cpus)]
     nodes: list[int | None] = []

@@ -35,18 +35,17 @@ _logger = logging.getLogger(__name__)
 
 
 def spawn(
-    module: str, *arguments: str, settings: msgspec.Struct | None = None,
+    module: str,
+    *arguments: str,
+    settings: msgspec.Struct | None = None,
     environment: Mapping[str, str] | None = None,
-) -> "subprocess.Popen[bytes]":  # fmt: skip
+) -> "subprocess.Popen[bytes]":
     """Start ``module`` as a process that ends with the calling thread. Raises ``OSError``."""
     with signals_held():
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module.removesuffix(".__main__"), *arguments],
             stdin=subprocess.DEVNULL if settings is None else subprocess.PIPE,
-            env={
-                **(os.environ if environment is None else environment),
-                _PARENT_VARIABLE: str(os.getpid()),
-            },
+            env={**(os.environ if environment is None else environment), _PARENT_VARIABLE: str(os.getpid())},
             start_new_session=True,
         )
     if settings is not None:
@@ -94,9 +93,12 @@ def bind_to_parent() -> None:
 
 
 def run_process(
-    kind: type[_Settings], run: Callable[[_Settings, asyncio.Event], Awaitable[int | None]], *,
-    make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None, is_bound: bool = True,
-) -> NoReturn:  # fmt: skip
+    kind: type[_Settings],
+    run: Callable[[_Settings, asyncio.Event], Awaitable[int | None]],
+    *,
+    make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    is_bound: bool = True,
+) -> NoReturn:
     """Run a process that ``spawn`` started; SIGTERM sets the event of ``run``.
 
     ``run`` returns the exit status if it has logged the error itself. Without

@@ -90,9 +90,7 @@ def find_controller(config: ClusterConfig) -> str:
         return config.controller.rstrip("/").removesuffix("/v1")
     directory = state_dir_of(config)
     try:
-        controller = msgspec.json.decode(
-            (directory / _CONTROLLER_NAME).read_bytes(), type=_Controller
-        )
+        controller = msgspec.json.decode((directory / _CONTROLLER_NAME).read_bytes(), type=_Controller)
     except (OSError, msgspec.DecodeError):
         raise CorunError(
             f"no cluster runs with --state-dir {directory}; give the cluster's --state-dir, or "

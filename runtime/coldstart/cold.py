@@ -122,18 +122,13 @@ def layer_times(
     for layer, layer_sums in enumerate(request.adapter.rank_sums[: model.num_layers]):
         if layer in splits or layer_sums != rank_sums:
             rank_sums = layer_sums
-            with_workers = [
-                index for index, part in enumerate(co_scheduled.cold) if part.split_layer > layer
-            ]
+            with_workers = [index for index, part in enumerate(co_scheduled.cold) if part.split_layer > layer]
             others = [
                 _costs(model, part, is_assisted=index in with_workers)
                 for index, part in enumerate(co_scheduled.cold)
             ]
             helped = [
-                (
-                    co_scheduled.cold[index].num_tokens,
-                    co_scheduled.cold[index].adapter.rank_sums[layer],
-                )
+                (co_scheduled.cold[index].num_tokens, co_scheduled.cold[index].adapter.rank_sums[layer])
                 for index in with_workers
             ]
             own_helped = (num_tokens, layer_sums)
@@ -177,10 +172,7 @@ def _from(start_s: float, times_s: Iterable[float]) -> tuple[float, ...]:
 
 
 def _exposed_s(
-    model: MachineModel,
-    rows: Sequence[tuple[int, Sequence[int]]],
-    all_tokens: int,
-    num_workers: int,
+    model: MachineModel, rows: Sequence[tuple[int, Sequence[int]]], all_tokens: int, num_workers: int
 ) -> float:
     """Return the additional time of one layer because of workers.
 
@@ -223,9 +215,7 @@ def _slices(num_tokens: int, tokens_per_worker: int, num_workers: int) -> tuple[
     return num_cores, -(-num_tokens // num_slices)
 
 
-def co_scheduled_rows(
-    model: MachineModel, rows: StepRows, cold: Sequence[ColdPart]
-) -> CoScheduledRows:
+def co_scheduled_rows(model: MachineModel, rows: StepRows, cold: Sequence[ColdPart]) -> CoScheduledRows:
     """Return all rows of ``rows``. ``cold``: its cold chunks."""
     chunks = row_costs(
         model,
@@ -236,9 +226,7 @@ def co_scheduled_rows(
     if rows.is_cold_separate:
         warm = _decode_costs(model, rows).plus(chunks)
         has_warm = bool(rows.decodes or rows.chunks)
-        return CoScheduledRows(
-            separate_s=pass_s(model, warm) if has_warm else 0.0, cold=tuple(cold)
-        )
+        return CoScheduledRows(separate_s=pass_s(model, warm) if has_warm else 0.0, cold=tuple(cold))
     co_scheduled = co_scheduled_decodes(model, rows)
     return replace(co_scheduled, warm=co_scheduled.warm.plus(chunks), cold=tuple(cold))
 

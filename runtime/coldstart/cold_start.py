@@ -36,12 +36,7 @@ _MIN_CHUNK_TOKENS = 16
 class PlannedColdStarts(ColdStarts):
     """Starts requests as a planner decides. Requests with unknown or failed loads wait."""
 
-    def __init__(
-        self,
-        planner: Planner,
-        worker_tokens: Sequence[int],
-        transfers: TransferTable,
-    ) -> None:
+    def __init__(self, planner: Planner, worker_tokens: Sequence[int], transfers: TransferTable) -> None:
         """Start without decisions.
 
         Args:
@@ -117,9 +112,7 @@ class PlannedColdStarts(ColdStarts):
         co_scheduled = cold.co_scheduled
         if self._first_tokens.has_begun(request.request_id):
             co_scheduled = cold.later_co_scheduled  # as predicted
-        part = ColdPart(
-            chunk.num_tokens, cold.adapter, chunk.split_layer, cold.ready_s, cold.start_position
-        )
+        part = ColdPart(chunk.num_tokens, cold.adapter, chunk.split_layer, cold.ready_s, cold.start_position)
         self._first_tokens.planned(
             request.request_id,
             warm_step_s(self._planner.model, co_scheduled.with_row(part)),
@@ -139,9 +132,14 @@ class PlannedColdStarts(ColdStarts):
         has_others = bool(rows.decodes or rows.chunks)
         begins_s = self._planner.model.load_s * self.transfers.num_loads_to_begin
         self._delays.closed(
-            step_id, cold, step_s, now_s, has_others=has_others, begins_s=begins_s,
+            step_id,
+            cold,
+            step_s,
+            now_s,
+            has_others=has_others,
+            begins_s=begins_s,
             is_loading=self.transfers.num_loads > 0,
-        )  # fmt: skip
+        )
         self._first_tokens.step_closed(step_s)
 
     def step_ended(self, step_id: StepId, now_s: float) -> None:
@@ -168,9 +166,7 @@ class PlannedColdStarts(ColdStarts):
             return None
         observation = self._first_tokens.on_first_token(request_id, now_s)
         if observation is not None:
-            self._planner.observe(
-                observation.strategy, observation.predicted_s, observation.measured_s
-            )
+            self._planner.observe(observation.strategy, observation.predicted_s, observation.measured_s)
         return ColdStart(decision.strategy.value, decision.reason)
 
     def counts(self) -> Mapping[str, int]:
@@ -192,9 +188,12 @@ class PlannedColdStarts(ColdStarts):
             return replace(decision, reason=f"{decision.reason}; its files must be read first")
         if decision.predictions:
             self._first_tokens.expect(
-                request.request_id, load.transfer_id, decision.predictions[0], now_s,
+                request.request_id,
+                load.transfer_id,
+                decision.predictions[0],
+                now_s,
                 is_at_once=decision.strategy in AT_ONCE,
-            )  # fmt: skip
+            )
         return decision
 
     def _cut(self, request: Request, cold: ColdRequest, max_tokens: int) -> ColdChunk | None:
@@ -209,9 +208,7 @@ class PlannedColdStarts(ColdStarts):
         while True:
             step = plan_step(self._planner.model, cold, num_tokens, cold.co_scheduled, strategy)
             if not cold.num_running or self._planner.is_bearable(step, strategy):
-                if gains_by_waiting(
-                    self._planner.model, cold, num_tokens, cold.co_scheduled, strategy
-                ):
+                if gains_by_waiting(self._planner.model, cold, num_tokens, cold.co_scheduled, strategy):
                     return None
                 self._delays.planned(request.request_id, strategy, step.wait_s)
                 return ColdChunk(num_tokens, step.split_layer)
@@ -254,10 +251,9 @@ class PlannedColdStarts(ColdStarts):
             arrival_s = () if now_s is None else self._ready_s(load, now_s)
             parts.append(
                 ColdPart(
-                    chunk.num_tokens, _shape(load), chunk.split_layer, arrival_s,
-                    request.num_computed_tokens,
+                    chunk.num_tokens, _shape(load), chunk.split_layer, arrival_s, request.num_computed_tokens
                 )
-            )  # fmt: skip
+            )
         return co_scheduled_rows(self._planner.model, rows, parts)
 
     def _ready_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...]:

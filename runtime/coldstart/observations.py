@@ -57,9 +57,16 @@ class DelayTracker:
         self._chunks[request_id] = strategy, wait_s
 
     def closed(
-        self, step_id: StepId, cold: Collection[RequestId], warm_s: float, now_s: float,
-        *, has_others: bool, begins_s: float = 0.0, is_loading: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        step_id: StepId,
+        cold: Collection[RequestId],
+        warm_s: float,
+        now_s: float,
+        *,
+        has_others: bool,
+        begins_s: float = 0.0,
+        is_loading: bool = False,
+    ) -> None:
         """Record a complete step, predicted to take ``warm_s`` with all adapters on the device.
 
         ``begins_s``: additional time to begin loads. ``is_loading``: whether a load is open.
@@ -132,9 +139,14 @@ class FirstTokens:
         self._expected: dict[RequestId, _Expected] = {}
 
     def expect(
-        self, request_id: RequestId, load_id: TransferId, prediction: Prediction, now_s: float,
-        *, is_at_once: bool,
-    ) -> None:  # fmt: skip
+        self,
+        request_id: RequestId,
+        load_id: TransferId,
+        prediction: Prediction,
+        now_s: float,
+        *,
+        is_at_once: bool,
+    ) -> None:
         """Record the prediction for a request. ``is_at_once``: it does not wait for its load."""
         self._expected[request_id] = _Expected(prediction, load_id, now_s, is_at_once)
 
@@ -175,9 +187,7 @@ class FirstTokens:
             return None
         prediction = expected.prediction
         return FirstTokenObservation(
-            prediction.strategy,
-            prediction.first_token_s + expected.joined_s,
-            now_s - expected.decided_at_s,
+            prediction.strategy, prediction.first_token_s + expected.joined_s, now_s - expected.decided_at_s
         )
 
     def discard(self, request_id: RequestId) -> None:

@@ -66,10 +66,7 @@ class Planner:
         if forced is not None:
             why = "forced by --load-strategy"
             if forced is LoadStrategy.ASSISTED and request.not_by_workers:
-                forced, why = (
-                    LoadStrategy.PIPELINED,
-                    f"assisted is {why}{_without_workers(request)}",
-                )
+                forced, why = (LoadStrategy.PIPELINED, f"assisted is {why}{_without_workers(request)}")
             self._fade(forced)
             return Decision(forced, why, (self.predict(request, forced),))
         strategies, note = self._candidates(request)
@@ -91,9 +88,7 @@ class Planner:
             raw,
             first_token_s=raw.first_token_s * ratio,
             second_token_s=raw.second_token_s * ratio,
-            stall_s=self._corrected_s(
-                raw.stall_s, max(0.0, raw.first_token_s - raw.stall_s), strategy
-            ),
+            stall_s=self._corrected_s(raw.stall_s, max(0.0, raw.first_token_s - raw.stall_s), strategy),
         )
 
     def is_bearable(self, step: PlannedStep, strategy: LoadStrategy) -> bool:
@@ -118,9 +113,7 @@ class Planner:
         if strategy is LoadStrategy.ASSISTED:
             self._judge(measured_ratio)
 
-    def observe_stall(
-        self, strategy: LoadStrategy, predicted_share: float, measured_share: float
-    ) -> None:
+    def observe_stall(self, strategy: LoadStrategy, predicted_share: float, measured_share: float) -> None:
         """Learn from the wait of a step with other rows. ``predicted_share``: not corrected.
 
         Shares are of the step without waits. An excess counts up to a limit, because longer waits

@@ -12,14 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...profiles.models import MachineModel
-from .cold import (
-    ColdPart,
-    ColdRequest,
-    CoScheduledRows,
-    LayerTimes,
-    layer_times,
-    warm_step_s,
-)
+from .cold import ColdPart, ColdRequest, CoScheduledRows, LayerTimes, layer_times, warm_step_s
 from .strategy import LoadStrategy, Prediction
 
 
@@ -108,26 +101,30 @@ class PlannedStep:
 
 
 def plan_step(
-    model: MachineModel, request: ColdRequest, num_tokens: int, co_scheduled: CoScheduledRows,
+    model: MachineModel,
+    request: ColdRequest,
+    num_tokens: int,
+    co_scheduled: CoScheduledRows,
     strategy: LoadStrategy,
-) -> PlannedStep:  # fmt: skip
+) -> PlannedStep:
     """Predict a step with ``num_tokens`` tokens of ``request`` beside ``co_scheduled``."""
     times = layer_times(model, request, num_tokens, co_scheduled)
     if strategy is LoadStrategy.ASSISTED:
         split = choose_split(times, request.num_layers_on_host)
     else:
         split = Split(0, end_of(times, 0))
-    part = ColdPart(
-        num_tokens, request.adapter, split.layer, request.ready_s, request.start_position
-    )
+    part = ColdPart(num_tokens, request.adapter, split.layer, request.ready_s, request.start_position)
     warm_s = warm_step_s(model, co_scheduled.with_row(part))
     return PlannedStep(split.layer, co_scheduled.separate_s + split.end_s, warm_s)
 
 
 def gains_by_waiting(
-    model: MachineModel, request: ColdRequest, num_tokens: int, co_scheduled: CoScheduledRows,
+    model: MachineModel,
+    request: ColdRequest,
+    num_tokens: int,
+    co_scheduled: CoScheduledRows,
     strategy: LoadStrategy,
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether a step that waits for files ends as early if it begins when the next layers arrive.
 
     A step that begins sooner only delays requests that arrive meanwhile, and its predictions know
@@ -177,9 +174,7 @@ class _Run:
         if self.strategy is not LoadStrategy.ASSISTED:
             return max(0.0, step.wait_s)
         read_s = max(request.read_s or (0.0,))
-        later = plan_step(
-            self.model, request.after(read_s), num_tokens, co_scheduled, self.strategy
-        )
+        later = plan_step(self.model, request.after(read_s), num_tokens, co_scheduled, self.strategy)
         return read_s if read_s + later.end_s < step.end_s else 0.0
 
 

@@ -110,9 +110,7 @@ def check_ray(text: str | None, flag: str) -> tuple[str, int] | None:
         return None
     host, _, port = text.rpartition(":")
     if not host.strip("[]") or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(
-            f"{flag} is {text!r}, expected HOST:PORT of Ray's head, such as 10.0.0.1:6379"
-        )
+        raise ConfigError(f"{flag} is {text!r}, expected HOST:PORT of Ray's head, such as 10.0.0.1:6379")
     return host.strip("[]"), int(port)
 
 
@@ -175,17 +173,12 @@ class ClusterConfig:
         commands=_CLUSTER,
     )
     gateways: int = option(
-        1,
-        minimum=1,
-        maximum=64,
-        help="Number of gateway processes, which share one port.",
-        commands=_GATEWAY,
+        1, minimum=1, maximum=64, help="Number of gateway processes, which share one port.", commands=_GATEWAY
     )
     router: str = option(
         "predicted",
         metavar="NAME",
-        help="Policy that chooses the engine of a request (predicted, toppings, loraserve, p2c, "
-        "...).",
+        help="Policy that chooses the engine of a request (predicted, toppings, loraserve, p2c, ...).",
         commands=_GATEWAY,
     )
     placement: str = option(
@@ -221,8 +214,7 @@ class ClusterConfig:
     adapter_cache_gib: float | None = option(
         None,
         above=0,
-        help="Disk space for adapter files on this machine, in GiB; default: half of the free "
-        "space.",
+        help="Disk space for adapter files on this machine, in GiB; default: half of the free space.",
         commands=_CLUSTER,
     )
     state_dir: str | None = option(
@@ -246,11 +238,7 @@ class ClusterConfig:
         commands=_CLUSTER,
     )
     cluster_port: int = option(
-        0,
-        minimum=0,
-        maximum=65535,
-        help="Port of the controller; 0 = any free port.",
-        commands=_CLUSTER,
+        0, minimum=0, maximum=65535, help="Port of the controller; 0 = any free port.", commands=_CLUSTER
     )
     unpinned: bool = option(
         False,

@@ -68,17 +68,20 @@ class EngineConfig:
         commands=_PROFILE + _CHECK,
     )
     quantization: str | None = option(
-        None, choices=(*QUANTIZATIONS, OFF), commands=_PROFILE + _CHECK,
+        None,
+        choices=(*QUANTIZATIONS, OFF),
+        commands=_PROFILE + _CHECK,
         help="Store the base model's linear layers in 8 or 4 bits, on the CPU. Groups have 64 "
         "weights. w8a8 also rounds the inputs of products to 8 bits: faster, less exact. The first "
         "start quantises, and later starts reuse the result. Checkpoints that are quantised on "
         "disk need no option; off reads them in full.",
-    )  # fmt: skip
+    )
     lm_head_quantization: str = option(
-        "auto", choices=("auto", OFF, "int8", "int4"), commands=_PROFILE + _CHECK,
-        help="Store the output head in 8 or 4 bits; auto = int8 with --quantization, otherwise as "
-        "on disk.",
-    )  # fmt: skip
+        "auto",
+        choices=("auto", OFF, "int8", "int4"),
+        commands=_PROFILE + _CHECK,
+        help="Store the output head in 8 or 4 bits; auto = int8 with --quantization, otherwise as on disk.",
+    )
     max_model_len: int | None = option(
         None,
         minimum=2,
@@ -86,16 +89,17 @@ class EngineConfig:
         commands=_PROFILE,
     )
     max_num_batched_tokens: int = option(
-        512, minimum=1, maximum=2**20, help="Maximum number of tokens per step.",
-        commands=_PROFILE,
-    )  # fmt: skip
+        512, minimum=1, maximum=2**20, help="Maximum number of tokens per step.", commands=_PROFILE
+    )
     max_decode_gap_s: float | None = option(
-        None, above=0, maximum=86400,
+        None,
+        above=0,
+        maximum=86400,
         help="Maximum seconds of a step that computes a prompt while other requests decode. The "
         "prompt's chunk is cut to fit, but to no less than one block. Default: the time of five "
         "decode steps, but always enough for an efficient chunk: the smallest that keeps 97 % of "
         "the prefill rate or, without a profile, a quarter of --max-num-batched-tokens.",
-    )  # fmt: skip
+    )
     max_num_seqs: int = option(
         256, minimum=1, maximum=2**16, help="Maximum number of requests that run at once."
     )
@@ -106,14 +110,18 @@ class EngineConfig:
         1024, minimum=1, maximum=2**20, help="Maximum waiting requests; more are refused (429)."
     )
     max_waiting_chars: int = option(
-        2**25, minimum=1, maximum=2**40,
+        2**25,
+        minimum=1,
+        maximum=2**40,
         help="Maximum characters of prompts that wait to be tokenized; more are refused (429). "
         "Prompts of more than 32,768 characters are counted apart, with the same limit.",
-    )  # fmt: skip
+    )
     max_queue_s: float | None = option(
-        None, above=0, maximum=86400,
+        None,
+        above=0,
+        maximum=86400,
         help="Maximum seconds that a request waits to start; then it is refused (429).",
-    )  # fmt: skip
+    )
     max_stop_strings: int = option(
         16, minimum=0, maximum=1024, help="Maximum number of stop strings of a request."
     )
@@ -123,21 +131,21 @@ class EngineConfig:
     max_bad_words_bytes: int = option(
         65536, minimum=0, maximum=2**24, help="Maximum bytes of all bad_words of a request."
     )
-    block_size: int = option(
-        16, minimum=1, maximum=1024, help="Tokens per KV block.", commands=_PROFILE
-    )
+    block_size: int = option(16, minimum=1, maximum=1024, help="Tokens per KV block.", commands=_PROFILE)
     memory_gib: float | None = option(
-        None, above=0,
+        None,
+        above=0,
         help="Memory for KV blocks and adapters together, in GiB. Default: --memory-fraction of "
         "the free memory. On a CPU the default is also limited to what the adapters and "
         "--max-num-seqs requests of --max-model-len can need, and to half of the machine's memory "
         "or 85 % of a control group's limit.",
-    )  # fmt: skip
+    )
     memory_fraction: float = option(
-        0.85, above=0, maximum=1,
-        help="Share of the free memory, once the model is loaded, that is the default of "
-        "--memory-gib.",
-    )  # fmt: skip
+        0.85,
+        above=0,
+        maximum=1,
+        help="Share of the free memory, once the model is loaded, that is the default of --memory-gib.",
+    )
     memory_policy: str = option(
         "corun",
         metavar="POLICY",
@@ -196,9 +204,11 @@ class EngineConfig:
         "limit = the request's maximum.",
     )
     slo_ttft_s: float | None = option(
-        None, above=0, maximum=86400,
+        None,
+        above=0,
+        maximum=86400,
         help="Target time to first token, in seconds; default: 5 times that of an idle engine.",
-    )  # fmt: skip
+    )
     prefetch_requests: int = option(
         16,
         minimum=0,
@@ -211,23 +221,28 @@ class EngineConfig:
         "earlier requests.",
     )
     log_slow_s: float | None = option(
-        None, metavar="X", above=0, maximum=86400,
+        None,
+        metavar="X",
+        above=0,
+        maximum=86400,
         help="Log what a first token waited for if it took more than X seconds.",
-    )  # fmt: skip
+    )
     engine_hang_s: float = option(
-        30.0, above=0, maximum=86400,
+        30.0,
+        above=0,
+        maximum=86400,
         help="Seconds without progress after which an engine with work is not ready (/ready: 503). "
         "After four times as long its requests end with an error and it is killed; corun serve "
         "then ends with exit code 3. Each layer of a pass is progress.",
-    )  # fmt: skip
+    )
     growth_headroom: float = option(
-        0.01, minimum=0, maximum=0.5,
+        0.01,
+        minimum=0,
+        maximum=0.5,
         help="Share of the KV blocks that is kept for requests that outgrow their prediction.",
-    )  # fmt: skip
+    )
     lora_dir: str | None = option(
-        None,
-        metavar="DIR",
-        help="Directory of PEFT adapters; each sub-directory is served under its name.",
+        None, metavar="DIR", help="Directory of PEFT adapters; each sub-directory is served under its name."
     )
     adapter_templates: str = option(
         "use",
@@ -257,21 +272,24 @@ class EngineConfig:
         check=check_lora_resolvers,
     )
     preload: tuple[str, ...] = option(
-        (), metavar="NAME",
+        (),
+        metavar="NAME",
         help="Names of adapters that are read at start, or 'all'; the rest are read on first use.",
-    )  # fmt: skip
+    )
     pin: tuple[str, ...] = option(
-        (), metavar="NAME",
-        help="Names of adapters that stay on the device as long as they are served.",
-    )  # fmt: skip
+        (), metavar="NAME", help="Names of adapters that stay on the device as long as they are served."
+    )
     lora_state_file: str | None = option(
         None, metavar="FILE", help="File that keeps adapters loaded over HTTP for the next start."
     )
     allowed_lora_dirs: tuple[str, ...] = ()  # an option of the server, which sets it here
     max_lora_rank: int = option(
-        256, minimum=1, maximum=256, commands=_CHECK,
+        256,
+        minimum=1,
+        maximum=256,
+        commands=_CHECK,
         help="Highest LoRA rank that is accepted. It is a limit, not a padding size.",
-    )  # fmt: skip
+    )
     linear_backend: str = option(
         "auto", choices=LINEAR_BACKENDS, help="Kernels of matrix products.", commands=_PROFILE
     )
@@ -323,17 +341,24 @@ class EngineConfig:
         check=check_cpu_cores,
     )
     engine_cores: str | None = option(
-        None, metavar="CPUS", number_as_text=True, commands=_PROFILE, check=parse_cpu_cores,
+        None,
+        metavar="CPUS",
+        number_as_text=True,
+        commands=_PROFILE,
+        check=parse_cpu_cores,
         help="CPUs of the engine; default: with workers one physical core near the accelerator, "
         "otherwise any.",
-    )  # fmt: skip
+    )
     delta_backend: str = option(
         "auto", choices=DELTA_BACKENDS, help="LoRA kernels of the CPU workers.", commands=_PROFILE
     )
     worker_slowdown: float = option(
-        1.0, minimum=1, maximum=1000, commands=_PROFILE,
+        1.0,
+        minimum=1,
+        maximum=1000,
+        commands=_PROFILE,
         help="Make CPU workers slower by this factor, to measure the effect of slow cores.",
-    )  # fmt: skip
+    )
     profile: str | None = option(
         None,
         metavar="FILE",
@@ -342,19 +367,24 @@ class EngineConfig:
         "adapters are not copied to the device.",
     )
     load_strategy: str = option(
-        "auto", choices=LOAD_STRATEGIES,
+        "auto",
+        choices=LOAD_STRATEGIES,
         help="How a request starts if its adapter is not on the device; auto = the planner chooses "
         "for each request.",
-    )  # fmt: skip
+    )
     max_assisted_tokens_per_step: int = option(
-        512, minimum=1, maximum=2**20,
+        512,
+        minimum=1,
+        maximum=2**20,
         help="Maximum tokens per step for requests that run before their adapter is loaded.",
-    )  # fmt: skip
+    )
     max_assisted_stall: float = option(
-        0.05, minimum=0, maximum=10,
+        0.05,
+        minimum=0,
+        maximum=10,
         help="Maximum delay of a step by requests that run before their adapter is loaded, all "
         "together, as a share of the step's time. A chunk that would exceed it is cut, or waits.",
-    )  # fmt: skip
+    )
     link_gib_per_s: float | None = option(
         None,
         above=0,
@@ -363,9 +393,12 @@ class EngineConfig:
         commands=_PROFILE,
     )
     link_latency_us: float = option(
-        0.0, minimum=0, maximum=1e6, commands=_PROFILE,
+        0.0,
+        minimum=0,
+        maximum=1e6,
+        commands=_PROFILE,
         help="Delay copies between host and device by this many microseconds.",
-    )  # fmt: skip
+    )
     device_sync: str = option(
         "auto",
         choices=DEVICE_SYNCS,
@@ -379,9 +412,7 @@ class EngineConfig:
         help="Serve the model even if the comparison with transformers at start fails.",
         commands=_PROFILE,
     )
-    seed: int = option(
-        0, minimum=-(2**63), maximum=2**64 - 1, help="Seed of requests that have none."
-    )
+    seed: int = option(0, minimum=-(2**63), maximum=2**64 - 1, help="Seed of requests that have none.")
 
     def __post_init__(self) -> None:
         check_config(self)

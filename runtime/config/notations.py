@@ -31,9 +31,7 @@ class LoraModule:
     base_model_name: str | None = None  # the intended base model, if it is given
 
 
-def parse_lora_modules(
-    items: tuple[str, ...], flag: str = "--lora-modules"
-) -> tuple[LoraModule, ...]:
+def parse_lora_modules(items: tuple[str, ...], flag: str = "--lora-modules") -> tuple[LoraModule, ...]:
     """Return the adapters that ``items`` name, each as ``name=path`` or as JSON.
 
     JSON has ``name`` and ``path``, and may have ``base_model_name``.
@@ -61,9 +59,7 @@ def parse_lora_resolver(text: str, flag: str = "--lora-resolver") -> tuple[str, 
         return kind, os.path.abspath(os.path.expanduser(argument.strip()))
     if kind == "hub" and bool(colon) == bool(argument.strip()):
         return kind, argument.strip() or None
-    raise ConfigError(
-        f"{flag} is {text!r}, expected directory:DIR, hub, hub:OWNER or hub:OWNER/NAME"
-    )
+    raise ConfigError(f"{flag} is {text!r}, expected directory:DIR, hub, hub:OWNER or hub:OWNER/NAME")
 
 
 def check_lora_resolvers(texts: tuple[str, ...], flag: str) -> None:
@@ -84,8 +80,7 @@ def _parse_pair(text: str, flag: str) -> tuple[str, str, None]:
     name, separator, path = text.partition("=")
     if not separator:
         raise ConfigError(
-            f"{flag} {text!r}: must be NAME=PATH or JSON with name and path"
-            " (MODEL comes before the flag)"
+            f"{flag} {text!r}: must be NAME=PATH or JSON with name and path (MODEL comes before the flag)"
         )
     return name, path, None
 
@@ -126,9 +121,7 @@ def parse_cpu_cores(text: str, flag: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = _CPU_RANGE.fullmatch(part.strip())
         if match is None:
-            raise ConfigError(
-                f"{flag} is {text!r}, must be CPU numbers and ranges, for instance 2-7,10"
-            )
+            raise ConfigError(f"{flag} is {text!r}, must be CPU numbers and ranges, for instance 2-7,10")
         first = int(match[1])
         last = first if match[2] is None else int(match[2])
         if last < first or last > _MAX_CPU:
@@ -159,9 +152,7 @@ def parse_num_bytes(text: str, flag: str) -> int:
     match = _AMOUNT.fullmatch(text.strip())
     unit = None if match is None else _UNITS.get(match[2].upper())
     if match is None or unit is None:
-        raise ConfigError(
-            f"{flag} is {text!r}, must be a number of bytes, for instance 4GiB or 4294967296"
-        )
+        raise ConfigError(f"{flag} is {text!r}, must be a number of bytes, for instance 4GiB or 4294967296")
     num_bytes = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
     if num_bytes != int(num_bytes):
         raise ConfigError(f"{flag} is {text!r}, which is not a whole number of bytes")

@@ -115,21 +115,14 @@ def option_specs(config_class: type) -> tuple[OptionSpec, ...]:
     """Return the options of a configuration dataclass in the order of its fields."""
     hints = typing.get_type_hints(config_class)
     return tuple(
-        _spec(item, hints[item.name])
-        for item in dataclasses.fields(config_class)
-        if "help" in item.metadata
+        _spec(item, hints[item.name]) for item in dataclasses.fields(config_class) if "help" in item.metadata
     )
 
 
 def _spec(item: "dataclasses.Field[Any]", hint: Any) -> OptionSpec:
     kind, optional, repeated = _parse_hint(hint)
     return OptionSpec(
-        name=item.name,
-        kind=kind,
-        optional=optional,
-        repeated=repeated,
-        default=item.default,
-        **item.metadata,
+        name=item.name, kind=kind, optional=optional, repeated=repeated, default=item.default, **item.metadata
     )
 
 

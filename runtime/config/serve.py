@@ -12,9 +12,7 @@ UNKNOWN_FIELDS = ("warn", "refuse", "ignore")
 
 def _check_prefix(text: str, flag: str) -> None:
     if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", text) is None:
-        raise ConfigError(
-            f"{flag} is {text!r}, must be letters, digits and underscores, with no digit first"
-        )
+        raise ConfigError(f"{flag} is {text!r}, must be letters, digits and underscores, with no digit first")
 
 
 def _check_origins(origins: tuple[str, ...], flag: str) -> None:
@@ -54,9 +52,7 @@ class ServeConfig:
         "--api-key-file and CORUN_API_KEY are safer.",
         check=_check_keys,
     )
-    api_key_file: str | None = option(
-        None, metavar="FILE", help="File with keys of --api-key, one per line."
-    )
+    api_key_file: str | None = option(None, metavar="FILE", help="File with keys of --api-key, one per line.")
     admin_key: tuple[str, ...] = option(
         (),
         metavar="KEY",
@@ -68,9 +64,7 @@ class ServeConfig:
         None, metavar="FILE", help="File with keys of --admin-key, one per line."
     )
     allow_runtime_lora_updating: bool = option(
-        False,
-        help="Without an admin key, let every accepted client load, unload and pin adapters over "
-        "HTTP.",
+        False, help="Without an admin key, let every accepted client load, unload and pin adapters over HTTP."
     )
     allowed_lora_dirs: tuple[str, ...] = option(
         (),
@@ -89,9 +83,7 @@ class ServeConfig:
         check=_check_origins,
     )
     chat_template: str | None = option(
-        None,
-        metavar="FILE",
-        help="File with a Jinja chat template that replaces the tokenizer's own.",
+        None, metavar="FILE", help="File with a Jinja chat template that replaces the tokenizer's own."
     )
     response_template: str | None = option(
         None,
@@ -149,9 +141,7 @@ class ServeConfig:
         "--max-model-len if that is more.",
     )
     max_request_tokens: int = option(
-        2**22,
-        minimum=1,
-        help="Maximum prompts x choices x output tokens of a request.",
+        2**22, minimum=1, help="Maximum prompts x choices x output tokens of a request."
     )
     template_timeout_s: float = option(
         0.5,
@@ -160,10 +150,7 @@ class ServeConfig:
         help="Maximum seconds of a processor that a chat template takes; then it is refused.",
     )
     max_template_chars: int = option(
-        2**22,
-        minimum=1,
-        maximum=2**28,
-        help="Maximum number of characters that a chat template produces.",
+        2**22, minimum=1, maximum=2**28, help="Maximum number of characters that a chat template produces."
     )
     max_hub_adapter_mib: int = option(
         2048,
@@ -175,8 +162,7 @@ class ServeConfig:
     max_hub_adapters: int = option(
         256,
         minimum=1,
-        help="Maximum number of adapters from the hub that are served at once; more are refused "
-        "(400).",
+        help="Maximum number of adapters from the hub that are served at once; more are refused (400).",
     )
     max_hub_gib: int = option(
         64,
@@ -232,10 +218,7 @@ class ServeConfig:
         "closes it; 0 = never.",
     )
     drain_timeout_s: float = option(
-        30.0,
-        minimum=0,
-        maximum=86400,
-        help="Seconds that running requests have to finish after SIGTERM.",
+        30.0, minimum=0, maximum=86400, help="Seconds that running requests have to finish after SIGTERM."
     )
     metrics_prefix: str = option(
         "corun", check=_check_prefix, help="Prefix of Prometheus metric names, such as vllm."
@@ -251,8 +234,7 @@ class ServeConfig:
         64,
         minimum=1,
         maximum=2**20,
-        help="Size of the request log, in MiB, at which it becomes FILE.1, and older ones FILE.2 "
-        "to FILE.4.",
+        help="Size of the request log, in MiB, at which it becomes FILE.1, and older ones FILE.2 to FILE.4.",
     )
     log_level: str = option("info", choices=LOG_LEVELS, help="Lowest level that is logged.")
 

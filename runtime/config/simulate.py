@@ -6,13 +6,29 @@ from .notations import parse_num_bytes
 from .option import OptionSpec, check_config, option
 
 # Options of the engine that a simulated engine has, too.
-_OF_ENGINE = frozenset({
-    "max_num_batched_tokens", "max_num_seqs", "block_size", "memory_gib", "memory_fraction",
-    "memory_policy", "adapter_memory_fraction", "host_adapter_bytes", "host_kv_bytes",
-    "prefix_cache", "scheduling_policy", "output_predictor", "slo_ttft_s",
-    "growth_headroom", "max_decode_gap_s", "profile", "load_strategy", "link_gib_per_s",
-    "link_latency_us",
-})  # fmt: skip
+_OF_ENGINE = frozenset(
+    {
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "block_size",
+        "memory_gib",
+        "memory_fraction",
+        "memory_policy",
+        "adapter_memory_fraction",
+        "host_adapter_bytes",
+        "host_kv_bytes",
+        "prefix_cache",
+        "scheduling_policy",
+        "output_predictor",
+        "slo_ttft_s",
+        "growth_headroom",
+        "max_decode_gap_s",
+        "profile",
+        "load_strategy",
+        "link_gib_per_s",
+        "link_latency_us",
+    }
+)
 _SIMULATE = ("simulate",)
 _PLAN = ("plan",)
 _BOTH = _SIMULATE + _PLAN
@@ -33,8 +49,7 @@ class SimulateConfig:
     traces: str | None = option(
         None,
         metavar="DIR",
-        help="Directory with traces of real traffic that workloads draw from; default: "
-        "CORUN_TRACES.",
+        help="Directory with traces of real traffic that workloads draw from; default: CORUN_TRACES.",
         commands=_BOTH,
     )
     rps: float | None = option(
@@ -51,10 +66,12 @@ class SimulateConfig:
         commands=_BOTH,
     )
     seeds: int = option(
-        3, minimum=1, maximum=1000, help="Number of runs of each variant, each with its own "
-        "arrivals.",
+        3,
+        minimum=1,
+        maximum=1000,
+        help="Number of runs of each variant, each with its own arrivals.",
         commands=_BOTH,
-    )  # fmt: skip
+    )
     jobs: int | None = option(
         None,
         minimum=1,
@@ -70,11 +87,7 @@ class SimulateConfig:
         commands=_BOTH,
     )
     servers: int = option(
-        1,
-        minimum=1,
-        maximum=1000,
-        help="Number of servers that share the load.",
-        commands=_SIMULATE,
+        1, minimum=1, maximum=1000, help="Number of servers that share the load.", commands=_SIMULATE
     )
     router: str | None = option(
         None,
@@ -145,10 +158,7 @@ class SimulateConfig:
         commands=_SIMULATE,
     )
     sweep: str | None = option(
-        None,
-        metavar="rps=FROM:TO:STEP",
-        help="Simulate each load from FROM to TO.",
-        commands=_SIMULATE,
+        None, metavar="rps=FROM:TO:STEP", help="Simulate each load from FROM to TO.", commands=_SIMULATE
     )
     horizon_s: float = option(
         3600.0,
@@ -169,9 +179,7 @@ class SimulateConfig:
         False, help="Write to --out even if it has results of other options.", commands=_SIMULATE
     )
     quick: bool = option(
-        False,
-        help="Compute the load of one server only, and not what would change it.",
-        commands=_PLAN,
+        False, help="Compute the load of one server only, and not what would change it.", commands=_PLAN
     )
 
     def __post_init__(self) -> None:

@@ -24,9 +24,7 @@ _NEAR = 0.8
 _logger = logging.getLogger(__name__)
 
 
-def read_variables(
-    environment: Mapping[str, str], specs: Iterable[OptionSpec]
-) -> dict[str, Any]:  # fmt: skip
+def read_variables(environment: Mapping[str, str], specs: Iterable[OptionSpec]) -> dict[str, Any]:
     """Return {field name: checked value} of the options in ``environment``.
 
     Raises ``ConfigError`` for a value that is empty, out of range or of the wrong type, and for an
@@ -43,9 +41,7 @@ def read_variables(
                 raise ConfigError(f"{variable} is gone: give {instead}")
             hint = near_names(variable, by_variable, "{}", show=str, most=1, cutoff=_NEAR)
             if hint:
-                _logger.warning(
-                    "unknown environment variable %s (did you mean %s?)", variable, hint
-                )
+                _logger.warning("unknown environment variable %s (did you mean %s?)", variable, hint)
     return values
 
 

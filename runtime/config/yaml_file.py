@@ -73,7 +73,5 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep=deep)
         if len(mapping) != len(node.value):
-            raise yaml.constructor.ConstructorError(
-                None, None, "a key is given twice", node.start_mark
-            )
+            raise yaml.constructor.ConstructorError(None, None, "a key is given twice", node.start_mark)
         return mapping

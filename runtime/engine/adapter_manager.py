@@ -21,14 +21,7 @@ from ..errors import AdapterError, CorunError, RequestError
 from ..plan import AdapterId, HostPlace
 from .adapter_ports import AdapterHost, AdapterResidency
 from .adapter_reading import AdapterFiles, AdapterReaderThread, ReadDone, ReadJob
-from .messages import (
-    AdapterOperation,
-    AdaptersChanged,
-    AddAdapter,
-    OperationDone,
-    ReadAdapter,
-    RemoveAdapter,
-)
+from .messages import AdapterOperation, AdaptersChanged, AddAdapter, OperationDone, ReadAdapter, RemoveAdapter
 from .mixes import AdapterMixes
 
 _LOG = logging.getLogger(__name__)
@@ -84,9 +77,8 @@ def _log_change(name: str, before: AdapterInfo | None, now: AdapterInfo | None) 
     """Log an adapter's new level, and parts of its file that are not used, if they have changed."""
     if now is not None and now.left_out and (before is None or before.left_out != now.left_out):
         _logger.info(
-            "adapter %r is served without %s, which do not affect text answers",
-            name, "; ".join(now.left_out),
-        )  # fmt: skip
+            "adapter %r is served without %s, which do not affect text answers", name, "; ".join(now.left_out)
+        )
     if _logger.isEnabledFor(logging.DEBUG) and (place := _place(now)) != _place(before):
         _logger.debug("adapter %r: %s -> %s", name, _place(before), place)
 
@@ -139,9 +131,7 @@ class AdapterManager:
         self._outlining: set[str] = set()  # names with headers being read
         # Operations that wait for a read of the same name.
         self._postponed: dict[str, list[AddAdapter | ReadAdapter]] = {}
-        self._mixes = AdapterMixes(
-            self._registry, self.must_wait, self._begin_reading, self._unregister
-        )
+        self._mixes = AdapterMixes(self._registry, self.must_wait, self._begin_reading, self._unregister)
 
     def attach(self, device: AdapterResidency) -> None:
         """Set the engine core, which removals need."""
@@ -192,9 +182,7 @@ class AdapterManager:
             return
         unread_path = self._registry.unread_path(message.name) if message.pinned else None
         if unread_path is not None:
-            self._begin_reading(
-                ReadJob(message.operation_id, message.name, unread_path, pinned=True)
-            )
+            self._begin_reading(ReadJob(message.operation_id, message.name, unread_path, pinned=True))
             return
         self.pin_now(message.name, is_pinned=message.pinned)
         if self._state_file is not None:

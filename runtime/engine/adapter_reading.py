@@ -37,9 +37,7 @@ class AdapterFiles(Protocol):
         """Check everything except values."""
         ...
 
-    def read(
-        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
-    ) -> AdapterContent:
+    def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         """Read all. ``known``: a version read there before; its weights may be the same."""
         ...
 
@@ -73,9 +71,7 @@ class ReadDone:
 class AdapterReaderThread:
     """See the module."""
 
-    def __init__(
-        self, files: AdapterFiles, make_room: MakeRoom, cpus: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, files: AdapterFiles, make_room: MakeRoom, cpus: tuple[int, ...] = ()) -> None:
         """Start the thread; ``make_room`` is called in ``take`` and ``read_now``.
 
         ``cpus``: its cores; () = the caller's.

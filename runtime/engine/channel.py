@@ -29,9 +29,7 @@ def encode_frame(message: object) -> bytes:
     """Return ``message`` (anything msgspec encodes) as one frame."""
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
-        raise ChannelError(
-            f"a message has {len(payload)} bytes; at most {MAX_FRAME_BYTES} can be sent"
-        )
+        raise ChannelError(f"a message has {len(payload)} bytes; at most {MAX_FRAME_BYTES} can be sent")
     return len(payload).to_bytes(HEADER_BYTES, "little") + payload
 
 
@@ -69,9 +67,7 @@ def receive_one_frame(sock: socket.socket) -> bytes:
     """
     length = int.from_bytes(_receive_exactly(sock, HEADER_BYTES), "little")
     if length > MAX_FRAME_BYTES:
-        raise ChannelError(
-            f"a frame has a length of {length} bytes; at most {MAX_FRAME_BYTES} are allowed"
-        )
+        raise ChannelError(f"a frame has a length of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
     return _receive_exactly(sock, length)
 
 

@@ -202,15 +202,19 @@ class ChannelClient:
                 _logger.warning(
                     "%s. It is not ready meanwhile. After %g s of this, its requests end with an "
                     "error and %s. If layers of this model take that long, raise --engine-hang-s",
-                    watch.describe(), watch.lost_s, self._fate_of_hung(),
-                )  # fmt: skip
+                    watch.describe(),
+                    watch.lost_s,
+                    self._fate_of_hung(),
+                )
             elif watch.state is HangState.MOVING:
                 _logger.info("the engine makes progress again after %.3g s: it is ready", stalled_s)
         self._hung = EngineHungError(f"{watch.describe()}, so it is given up (--engine-hang-s)")
         _logger.error(
             "%s. Its requests end with an error and %s. Look at the device, its driver, and the "
-            "stacks of the engine's threads in this log", self._hung, self._fate_of_hung(),
-        )  # fmt: skip
+            "stacks of the engine's threads in this log",
+            self._hung,
+            self._fate_of_hung(),
+        )
         self._log_stacks()
         self._begin_death()
 

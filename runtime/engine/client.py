@@ -43,9 +43,13 @@ class ProcessClient(ChannelClient):
     """
 
     def __init__(
-        self, config: EngineConfig, *, log_level: str = "info", factory: str = DEFAULT_FACTORY,
+        self,
+        config: EngineConfig,
+        *,
+        log_level: str = "info",
+        factory: str = DEFAULT_FACTORY,
         spawned: SpawnedEngine | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``spawned``: a process that has been started; None = ``start`` starts one."""
         super().__init__(config)
         self._log_level = log_level
@@ -103,8 +107,9 @@ class ProcessClient(ChannelClient):
                 if now_s >= deadline_s + _KILL_WAIT_S:
                     _logger.error(
                         "the engine process %d was killed and does not end: it is in a call of a "
-                        "driver, and its memory of the device stays in use", process.pid,
-                    )  # fmt: skip
+                        "driver, and its memory of the device stays in use",
+                        process.pid,
+                    )
                     break
                 await asyncio.sleep(_REAP_INTERVAL_S)
         except asyncio.CancelledError:
@@ -136,9 +141,8 @@ class ThreadClient(ChannelClient):
     """An engine in a thread of this process. It changes no global state."""
 
     def __init__(
-        self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY,
-        own_policies: OwnPolicies | None = None,
-    ) -> None:  # fmt: skip
+        self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY, own_policies: OwnPolicies | None = None
+    ) -> None:
         """``own_policies`` take precedence over those that ``config`` names."""
         super().__init__(config)
         self._factory = factory
@@ -153,14 +157,7 @@ class ThreadClient(ChannelClient):
         # interpreter exit the finalizer ends the thread cleanly.
         thread = threading.Thread(
             target=_serve_in_thread,
-            args=(
-                theirs,
-                self._heartbeat,
-                self.config,
-                self._factory,
-                self._own_policies,
-                self._failures,
-            ),
+            args=(theirs, self._heartbeat, self.config, self._factory, self._own_policies, self._failures),
             name="corun-engine",
             daemon=True,
         )

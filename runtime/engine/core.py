@@ -20,15 +20,7 @@ from ..errors import AdapterChangedError, EngineDeadError, OverloadedError
 from ..memory.loads import HostRoom
 from ..memory.prefix_cache import kv_namespace
 from ..memory.report import Changed, residency, take_changed
-from ..plan import (
-    BASE_ADAPTER,
-    AdapterId,
-    Executor,
-    HostPlaceId,
-    RequestId,
-    Result,
-    StepPlan,
-)
+from ..plan import BASE_ADAPTER, AdapterId, Executor, HostPlaceId, RequestId, Result, StepPlan
 from ..request import Request
 from ..sampling import SamplingParams
 from ..scheduler.events import FinishReason, RequestEvent, TimeParts
@@ -352,9 +344,13 @@ class EngineCore:
         for message in held:
             work.wait(0, len(message.prompt_token_ids))
         return engine_stats(
-            self._scheduler, self._names_of, steps=self._steps,
-            cpu=self._cpu(), work=work, now_s=self._clock(),
-        )  # fmt: skip
+            self._scheduler,
+            self._names_of,
+            steps=self._steps,
+            cpu=self._cpu(),
+            work=work,
+            now_s=self._clock(),
+        )
 
     def machine(self) -> MachineReport:
         """Return the latency model of this machine."""
@@ -412,9 +408,7 @@ class EngineCore:
         if wake_at_s is not None:
             timeout_s = min(timeout_s, max(0.0, wake_at_s - self._clock()))
         elif not self._is_waiting:
-            is_stuck = scheduler.has_work() and not (
-                self._has_changes or len(scheduler.memory.registrations)
-            )
+            is_stuck = scheduler.has_work() and not (self._has_changes or len(scheduler.memory.registrations))
             assert not is_stuck, "there is work, but nothing to wait for"
             return
         try:

@@ -23,9 +23,11 @@ class HeldRequests:
     """The held requests of an engine."""
 
     def __init__(
-        self, must_read: Callable[[str], bool], must_compile: Callable[[StructuredOutput], bool],
+        self,
+        must_read: Callable[[str], bool],
+        must_compile: Callable[[StructuredOutput], bool],
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``must_read``, ``must_compile``: whether requests must wait; begin what they wait for."""
         self._must_read = must_read
         self._must_compile = must_compile

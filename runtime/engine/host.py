@@ -190,9 +190,7 @@ class EngineHost:
     Guarantees that every request and every operation ends exactly once.
     """
 
-    def __init__(
-        self, assembly: BuiltEngine, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, assembly: BuiltEngine, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._core = assembly.core
         self._adapters = assembly.adapters
         self._open_ids: set[int] = set()
@@ -286,18 +284,14 @@ class EngineHost:
             load = msgspec.structs.replace(load, num_waiting=load.num_waiting + num_held)
         return self._num_requests, load
 
-    def _outputs(
-        self, updates: Sequence[RequestUpdate], stats: EngineStats | None = None
-    ) -> StepOutputs:
+    def _outputs(self, updates: Sequence[RequestUpdate], stats: EngineStats | None = None) -> StepOutputs:
         self._published = self._counts()
         return StepOutputs(tuple(updates), *self._published, stats)
 
     def _is_due(self) -> bool:
         """Whether to publish statistics: on request, when the engine is idle, and periodically."""
         now_s = self._clock()
-        self._may_differ = (
-            not self._must_publish and self._core.has_work and now_s < self._stats_due_s
-        )
+        self._may_differ = not self._must_publish and self._core.has_work and now_s < self._stats_due_s
         if not self._may_differ:
             self._stats_due_s = now_s + _STATS_INTERVAL_S
         return not self._may_differ
@@ -307,9 +301,11 @@ class EngineHost:
         num_deferred = stats.num_deferred + len(self._held)
         watched = self._adapters.watch_state
         self._stats = msgspec.structs.replace(
-            stats, num_deferred=num_deferred, num_unreadable_adapters=watched.num_unreadable,
+            stats,
+            num_deferred=num_deferred,
+            num_unreadable_adapters=watched.num_unreadable,
             lora_dir_unseen_s=watched.unseen_s,
-        )  # fmt: skip
+        )
         if self._stats == last and not self._must_publish:
             return None
         self._must_publish = False
@@ -363,15 +359,10 @@ class EngineHost:
         try:
             self._adapters.handle(message)
         except CorunError as error:
-            self._failed_operations.append(
-                OperationDone(message.operation_id, str(error), error.kind)
-            )
+            self._failed_operations.append(OperationDone(message.operation_id, str(error), error.kind))
 
 
-def _failed(
-    request_id: int, error: CorunError, timing: RequestTiming | None = None
-) -> RequestUpdate:
+def _failed(request_id: int, error: CorunError, timing: RequestTiming | None = None) -> RequestUpdate:
     return RequestUpdate(
-        request_id, finish_reason="error", error_kind=error.kind, error=str(error),
-        timing=timing,
-    )  # fmt: skip
+        request_id, finish_reason="error", error_kind=error.kind, error=str(error), timing=timing
+    )

@@ -19,13 +19,7 @@ from ..scheduler.policy import PolicyFacts, SchedulerPolicy
 from .channel import Channel
 from .heartbeat import Heartbeat
 from .host import BuiltEngine, EngineHost
-from .messages import (
-    Ready,
-    Shutdown,
-    StartupFailed,
-    StartupProgress,
-    ToEngine,
-)
+from .messages import Ready, Shutdown, StartupFailed, StartupProgress, ToEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +56,7 @@ class BuildEngine(Protocol):
 class EngineLoop:
     """Runs an engine from a channel until ``Shutdown`` or the channel's end."""
 
-    def __init__(
-        self, assembly: BuiltEngine, channel: Channel[ToEngine], heartbeat: Heartbeat
-    ) -> None:
+    def __init__(self, assembly: BuiltEngine, channel: Channel[ToEngine], heartbeat: Heartbeat) -> None:
         """``heartbeat`` gets the progress of the loop and of the engine's steps."""
         self._host = EngineHost(assembly)
         self._channel = channel
@@ -125,9 +117,13 @@ class _FrontEndGoneError(KeyboardInterrupt):
 
 
 def serve_channel(
-    channel: Channel[ToEngine], config: EngineConfig, build: BuildEngine, heartbeat: Heartbeat,
-    *, own_process: bool,
-) -> bool:  # fmt: skip
+    channel: Channel[ToEngine],
+    config: EngineConfig,
+    build: BuildEngine,
+    heartbeat: Heartbeat,
+    *,
+    own_process: bool,
+) -> bool:
     """Build an engine, report to the peer, run it until it or the channel ends, free it.
 
     The loop publishes its progress in ``heartbeat``. Returns False if the engine could not start

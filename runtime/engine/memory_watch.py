@@ -19,9 +19,13 @@ class MemoryWatch:
     """Owns the thread. ``take`` returns its readings while memory is short."""
 
     def __init__(
-        self, notify: Callable[[], None], cpus: tuple[int, ...] = (),
-        *, read: Callable[[], tuple[int, int]] = read_memory_room, interval_s: float = _INTERVAL_S,
-    ) -> None:  # fmt: skip
+        self,
+        notify: Callable[[], None],
+        cpus: tuple[int, ...] = (),
+        *,
+        read: Callable[[], tuple[int, int]] = read_memory_room,
+        interval_s: float = _INTERVAL_S,
+    ) -> None:
         """Start the thread.
 
         Args:
@@ -64,9 +68,10 @@ class MemoryWatch:
                 wait_s = self._interval_s / (_LOOKS_NEARBY if is_nearby else 1)
         except (OSError, KeyError, ValueError) as error:
             _LOG.warning(
-                "cannot watch memory (%s: %s): idle KV and adapters will not be evicted when it is "
-                "short", type(error).__name__, error,
-            )  # fmt: skip
+                "cannot watch memory (%s: %s): idle KV and adapters will not be evicted when it is short",
+                type(error).__name__,
+                error,
+            )
 
     def _look(self) -> MemoryRoom:
         room = MemoryRoom(*self._read())
@@ -75,8 +80,9 @@ class MemoryWatch:
             _LOG.warning(
                 "memory is short: %.3g of %.3g GiB are available; evicting idle KV and idle "
                 "adapters (a lower --memory-gib limits them permanently)",
-                room.available_bytes / _GIB, room.total_bytes / _GIB,
-            )  # fmt: skip
+                room.available_bytes / _GIB,
+                room.total_bytes / _GIB,
+            )
         if self._is_short:
             self._seen = room
             self._notify()

@@ -95,9 +95,7 @@ class Shutdown(EngineMessage, frozen=True):
 
 
 AdapterOperation = AddAdapter | ReadAdapter | PinAdapter | RemoveAdapter
-ToEngine = (
-    AddRequests | AbortRequests | AdapterOperation | ReportStats | ReportMachine | Shutdown
-)  # fmt: skip
+ToEngine = AddRequests | AbortRequests | AdapterOperation | ReportStats | ReportMachine | Shutdown
 
 
 # Engine -> front end.
@@ -331,6 +329,5 @@ class OperationDone(EngineMessage, frozen=True):
 
 
 FromEngine = (
-    StartupProgress | StartupFailed | Ready | StepOutputs | AdaptersChanged | OperationDone
-    | MachineReport
-)  # fmt: skip
+    StartupProgress | StartupFailed | Ready | StepOutputs | AdaptersChanged | OperationDone | MachineReport
+)

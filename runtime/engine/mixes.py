@@ -60,8 +60,7 @@ class AdapterMixes:
         if name not in self._mixes:
             self._source(mix)
             raise AdapterChangedError(
-                f"adapters of the mix {name!r} were loaded again before the request began; send it "
-                "again",
+                f"adapters of the mix {name!r} were loaded again before the request began; send it again",
                 param="lora",
             )
         self._mixes[name] = self._mixes.pop(name)

@@ -19,9 +19,7 @@ DEFAULT_FACTORY = f"{__package__}.assembly.build:build_engine"
 class SpawnedEngine:
     """A process that waits for its configuration on ``sock``."""
 
-    def __init__(
-        self, process: "subprocess.Popen[bytes]", sock: socket.socket, heartbeat: Heartbeat
-    ) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket, heartbeat: Heartbeat) -> None:
         self.process = process
         self.sock = sock
         self.heartbeat = heartbeat

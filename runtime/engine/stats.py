@@ -10,14 +10,7 @@ from ..plan import AdapterId
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_times import LearnedTimes
 from .load_state import OpenWork, load_state
-from .messages import (
-    CpuWorkerStats,
-    EngineStats,
-    LinkUsage,
-    LoadStats,
-    MachineReport,
-    ThreadStats,
-)
+from .messages import CpuWorkerStats, EngineStats, LinkUsage, LoadStats, MachineReport, ThreadStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +58,11 @@ def engine_stats(
         kv_blocks_total=memory.num_blocks,
         invalid_kv_bytes=memory.invalid_kv_bytes,
         memory_bytes=memory.num_bytes,
-        link=tuple(
-            LinkUsage(key.direction.value, key.kind, *totals) for key, totals in memory.link.items()
-        ),
+        link=tuple(LinkUsage(key.direction.value, key.kind, *totals) for key, totals in memory.link.items()),
         preemptions={str(cause): number for cause, number in counters.preemptions.items()},
         # Floats, as the channel needs them.
         policy_counts={name: float(one) for name, one in scheduler.policy_counts().items()},
-        first_token_parts_s={
-            part.value: seconds for part, seconds in scheduler.timelines.total_s.items()
-        },
+        first_token_parts_s={part.value: seconds for part, seconds in scheduler.timelines.total_s.items()},
         num_steps=steps.number,
         num_failed_steps=counters.num_failed_steps,
         prompt_tokens_computed=counters.prompt_tokens_computed,

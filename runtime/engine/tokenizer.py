@@ -21,9 +21,7 @@ _PROBE_TEXT = " The 3 cafés,\n\tmore…"
 _IMPORT_LOCK = threading.Lock()
 
 
-def load_tokenizer(
-    path: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> Any:
+def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load transformers' tokenizer from a directory or hub id.
 
     A tokenizer without a chat template gets that of the model's processor, if any. Raises

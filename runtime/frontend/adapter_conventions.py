@@ -135,19 +135,26 @@ def _is_text_alone(token: AddedToken, num_embeddings: int) -> bool:
 
 def _token(token: AddedToken) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(
-        token.content, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
-        normalized=token.normalized, special=token.special,
-    )  # fmt: skip
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
 
 
 class Conventions:
     """The conventions of the base, or of one version of an adapter."""
 
     def __init__(
-        self, tokenizer: Tokenizer, name: str | None = None,
-        own: AdapterConventions = NO_CONVENTIONS, template: ChatTemplate | None = None,
+        self,
+        tokenizer: Tokenizer,
+        name: str | None = None,
+        own: AdapterConventions = NO_CONVENTIONS,
+        template: ChatTemplate | None = None,
         waited_s: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Combine them.
 
         Args:

@@ -71,9 +71,13 @@ class AsyncEngine:
 
     @classmethod
     def from_client(
-        cls, client: EngineClient, *, chat_template: str | None = None,
-        response_template: str | None = None, hub_limits: HubLimits | None = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        client: EngineClient,
+        *,
+        chat_template: str | None = None,
+        response_template: str | None = None,
+        hub_limits: HubLimits | None = None,
+    ) -> Self:
         """Use ``client``, not yet started; the templates replace the model's own."""
         engine = cls.__new__(cls)
         templates = {"chat_template": chat_template, "response_template": response_template}
@@ -170,9 +174,10 @@ class AsyncEngine:
         if self._hf is None:
             config = self._client.config
             self._hf = load_tokenizer(
-                self.get_model_info().model_path, revision=config.revision,
+                self.get_model_info().model_path,
+                revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
-            )  # fmt: skip
+            )
         return self._hf
 
     def get_model_info(self) -> ModelInfo:
@@ -223,9 +228,13 @@ class AsyncEngine:
     # Adapters.
 
     async def add_lora(
-        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None,
+        self,
+        lora_request: LoRARequest,
+        *,
+        reload: bool = False,
+        pinned: bool | None = None,
         replace: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Register an adapter; the same name with the same path is a no-op unless ``reload``.
 
         Another path makes a new version; running requests finish on the old one. Without
@@ -269,10 +278,14 @@ class AsyncEngine:
         return self._loras.directory
 
     async def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], lora_request: Lora = None,
-        *, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        lora_request: Lora = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Return the prompt of a conversation, by the adapter's template if it has one.
 
         The prompt contains the special tokens: generate with ``add_special_tokens=False``. Raises
@@ -282,10 +295,12 @@ class AsyncEngine:
         await self.start()
         await self._loras.resolve(lora_request)
         render = partial(
-            (await self.conventions_of(lora_request)).apply_chat_template, messages,
+            (await self.conventions_of(lora_request)).apply_chat_template,
+            messages,
             add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message, **(chat_template_kwargs or {}),
-        )  # fmt: skip
+            continue_final_message=continue_final_message,
+            **(chat_template_kwargs or {}),
+        )
         return await render_in_time(render, TemplateLimits())
 
     async def conventions_of(self, lora: Lora) -> Conventions:
@@ -322,10 +337,15 @@ class AsyncEngine:
         waker = Waker()
         while True:
             prepared = await self._requests.prepare(
-                prompt, sampling_params, request_id, lora_request,
+                prompt,
+                sampling_params,
+                request_id,
+                lora_request,
                 await self.conventions_of(lora_request),
-                add_special_tokens, cache_salt, predicted_output_tokens,
-            )  # fmt: skip
+                add_special_tokens,
+                cache_salt,
+                predicted_output_tokens,
+            )
             generation = self._requests.open(prepared, lambda _: waker.set(), watch)
             self.watches.sent(generation.request_id, self._requests.num_sent)
             try:
@@ -343,9 +363,13 @@ class AsyncEngine:
                 self._requests.close(generation)
 
     async def generate_batch(
-        self, items: Sequence[BatchItem], *, add_special_tokens: bool = True,
-        cache_salt: str = "", predicted_output_tokens: int | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
+        self,
+        items: Sequence[BatchItem],
+        *,
+        add_special_tokens: bool = True,
+        cache_salt: str = "",
+        predicted_output_tokens: int | None = None,
+    ) -> list[RequestOutput]:
         """Return one finished output per item, for any number of items. See ``Engine.generate``."""
         await self.start()
         for lora in dict.fromkeys(item.lora_request for item in items):
@@ -353,11 +377,18 @@ class AsyncEngine:
         while True:
             batch = []
             for item in items:
-                batch.append(await self._requests.prepare(
-                    item.prompt, item.sampling_params, None, item.lora_request,
-                    await self.conventions_of(item.lora_request),
-                    add_special_tokens, cache_salt, predicted_output_tokens,
-                ))  # fmt: skip
+                batch.append(
+                    await self._requests.prepare(
+                        item.prompt,
+                        item.sampling_params,
+                        None,
+                        item.lora_request,
+                        await self.conventions_of(item.lora_request),
+                        add_special_tokens,
+                        cache_salt,
+                        predicted_output_tokens,
+                    )
+                )
                 await asyncio.sleep(0)  # lets running requests receive their tokens
             with contextlib.suppress(AdapterChangedError):  # before all was sent: try once more
                 return await self._requests.complete(batch)

@@ -220,9 +220,7 @@ def _compiled(source: str) -> BoundedTemplate:
 
 @lru_cache(maxsize=1)
 def _environment() -> Sandbox:
-    environment = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = bounded_filter("tojson", _to_json)
     environment.globals.update(
         raise_exception=_raise_exception,
@@ -241,9 +239,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes characters that are special in HTML.
-    return json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -40,9 +40,7 @@ class Codec(Protocol):
         """Special tokens by their names in chat templates, such as ``bos_token``."""
         ...
 
-    def with_tokens(
-        self, tokens: Sequence[tokenizers.AddedToken]
-    ) -> "tuple[Codec, Mapping[str, int]]":
+    def with_tokens(self, tokens: Sequence[tokenizers.AddedToken]) -> "tuple[Codec, Mapping[str, int]]":
         """Return a copy that also finds these tokens in texts, and their ids in it. Slow."""
         ...
 
@@ -98,9 +96,7 @@ class PlainCodec:
     def special_tokens_map(self) -> Mapping[str, str]:
         return self.template.special_tokens
 
-    def with_tokens(
-        self, tokens: Sequence[tokenizers.AddedToken]
-    ) -> tuple[Codec, Mapping[str, int]]:
+    def with_tokens(self, tokens: Sequence[tokenizers.AddedToken]) -> tuple[Codec, Mapping[str, int]]:
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.add_tokens(list(tokens))
         vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -160,9 +156,7 @@ class TransformersCodec:
         found: dict[str, str] = self._hf.special_tokens_map
         return found
 
-    def with_tokens(
-        self, tokens: Sequence[tokenizers.AddedToken]
-    ) -> tuple[Codec, Mapping[str, int]]:
+    def with_tokens(self, tokens: Sequence[tokenizers.AddedToken]) -> tuple[Codec, Mapping[str, int]]:
         hf = copy.deepcopy(self._hf)
         hf.add_tokens(list(tokens))
         ids = {token.content: hf.convert_tokens_to_ids(token.content) for token in tokens}
@@ -191,9 +185,7 @@ class TransformersCodec:
     def decoding(self, *, skip_special_tokens: bool) -> Decode:
         def decode(token_ids: Sequence[int]) -> str:
             text = self._hf.decode(
-                list(token_ids),
-                skip_special_tokens=skip_special_tokens,
-                clean_up_tokenization_spaces=False,
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
             return str(text)
 
@@ -244,9 +236,7 @@ def codec_from_spec(
     return PlainCodec(backend, ChatTemplate(source, spec.special_tokens, answers))
 
 
-def codec_of(
-    hf: Any, *, chat_template: str | None = None, response_template: str | None = None
-) -> Codec:
+def codec_of(hf: Any, *, chat_template: str | None = None, response_template: str | None = None) -> Codec:
     """Use the tokenizer ``hf`` of transformers.
 
     ``chat_template`` and ``response_template`` replace its own.

@@ -52,9 +52,7 @@ class LoopThread:
         self._lock = threading.RLock()  # guards _is_closing: nothing runs after it is set
         self._is_closing = False
         # A daemon, so that an engine left open does not keep the interpreter from ending.
-        self._thread = threading.Thread(
-            target=self._run, name=f"{THREAD_PREFIX}front-end", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}front-end", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
@@ -116,11 +114,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        config: EngineConfig | None = None,
-        *,
-        factory: str = DEFAULT_FACTORY,
-        **options: Any,
+        self, config: EngineConfig | None = None, *, factory: str = DEFAULT_FACTORY, **options: Any
     ) -> None:
         config, own_policies = read_options(config, options)
         client = ThreadClient(config, factory=factory, own_policies=own_policies)
@@ -139,10 +133,7 @@ class Engine:
         return self
 
     def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
@@ -181,13 +172,15 @@ class Engine:
     # Adapters.
 
     def add_lora(
-        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None,
+        self,
+        lora_request: LoRARequest,
+        *,
+        reload: bool = False,
+        pinned: bool | None = None,
         replace: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Register an adapter; see ``AsyncEngine.add_lora``."""
-        self._thread.run(
-            self._engine.add_lora(lora_request, reload=reload, pinned=pinned, replace=replace)
-        )
+        self._thread.run(self._engine.add_lora(lora_request, reload=reload, pinned=pinned, replace=replace))
 
     def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
         """Load an adapter and its later versions to the device and keep them there, or unpin it.
@@ -222,10 +215,12 @@ class Engine:
     ) -> str:
         """Return the prompt of a conversation; see ``AsyncEngine.apply_chat_template``."""
         render = self._engine.apply_chat_template(
-            messages, lora_request, add_generation_prompt=add_generation_prompt,
+            messages,
+            lora_request,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
-        )  # fmt: skip
+        )
         return self._thread.run(render)
 
     def generate(
@@ -251,9 +246,11 @@ class Engine:
             sampling_params = self.get_default_sampling_params()
         items = read_batch(prompts, sampling_params, lora_request)
         batch = self._engine.generate_batch(
-            items, add_special_tokens=add_special_tokens, cache_salt=cache_salt,
+            items,
+            add_special_tokens=add_special_tokens,
+            cache_salt=cache_salt,
             predicted_output_tokens=predicted_output_tokens,
-        )  # fmt: skip
+        )
         return self._thread.run(batch)
 
 

@@ -150,9 +150,11 @@ class Choice:
             self._num_cached_tokens = update.num_cached_tokens
         if update.timing is not None:
             self._timing = EngineTiming(
-                update.timing.parts, update.timing.num_predicted_output_tokens,
-                update.num_host_cached_tokens, adapter_version=update.timing.adapter_version,
-            )  # fmt: skip
+                update.timing.parts,
+                update.timing.num_predicted_output_tokens,
+                update.num_host_cached_tokens,
+                adapter_version=update.timing.adapter_version,
+            )
         if update.cold_start is not None:
             start = update.cold_start
             self._adapter_start = AdapterStart(start.strategy, start.reason)
@@ -188,9 +190,7 @@ class Choice:
         self._history.logprobs.append(_candidates(token_id, logprobs, self._tokenizer))
 
 
-def _detokenizer(
-    tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams
-) -> Detokenizer:
+def _detokenizer(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> Detokenizer:
     """Return a choice's detokenizer, which also finds its stop strings."""
     stream = tokenizer.stream(prompt, skip_special_tokens=params.skip_special_tokens)
     if not params.stop:
@@ -216,9 +216,7 @@ def _without_tokens(update: RequestUpdate) -> RequestUpdate:
 
 def _candidates(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> TokenCandidates:
     text = tokenizer.token_text
-    candidates: TokenCandidates = {
-        token_id: Logprob(logprobs.logprob, logprobs.rank, text(token_id))
-    }
+    candidates: TokenCandidates = {token_id: Logprob(logprobs.logprob, logprobs.rank, text(token_id))}
     pairs = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
     for rank, (top_id, logprob) in enumerate(pairs, start=1):
         candidates.setdefault(top_id, Logprob(logprob, rank, text(top_id)))

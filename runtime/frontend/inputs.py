@@ -16,13 +16,7 @@ from ..config.engine import EngineConfig
 from ..engine.loop import OwnPolicies
 from ..engine.messages import AddRequest, ModelInfo
 from ..errors import RequestError
-from ..limits import (
-    TextLimit,
-    check_num_biases,
-    check_num_ids,
-    check_prompt_length,
-    prompt_limit,
-)
+from ..limits import TextLimit, check_num_biases, check_num_ids, check_prompt_length, prompt_limit
 from ..sampling import SamplingParams
 from .lora_directory import check_lora_request
 from .outputs import LoRARequest
@@ -74,12 +68,18 @@ class PreparedRequest:
         prompt = tuple(self.prompt_token_ids)
         return [
             AddRequest(
-                next(engine_ids), prompt, sampling, adapter_name,
-                self.cache_salt, self.predicted_output_tokens, self.request_id,
-                self.conventions, self.waited_s,
+                next(engine_ids),
+                prompt,
+                sampling,
+                adapter_name,
+                self.cache_salt,
+                self.predicted_output_tokens,
+                self.request_id,
+                self.conventions,
+                self.waited_s,
             )
             for sampling in self.samplings
-        ]  # fmt: skip
+        ]
 
 
 def lora_name_of(lora: Lora) -> str | None:
@@ -112,9 +112,7 @@ def check_prompt(token_ids: Sequence[int], max_model_len: int, vocab_size: int) 
     return check_token_ids(token_ids, vocab_size=vocab_size)
 
 
-def truncate_prompt(
-    token_ids: Sequence[int], params: SamplingParams, max_model_len: int
-) -> Sequence[int]:
+def truncate_prompt(token_ids: Sequence[int], params: SamplingParams, max_model_len: int) -> Sequence[int]:
     """Return the last tokens of a prompt, as many as ``params`` keeps."""
     num_kept = _num_kept(params, max_model_len)
     return token_ids if num_kept is None else token_ids[-num_kept:]
@@ -134,10 +132,7 @@ def check_token_rules(params: SamplingParams, vocab_size: int, max_logit_bias: i
     """Raise ``RequestError`` for unknown tokens, or for too many of them."""
     biases = params.logit_bias or {}
     check_num_biases(len(biases), max_logit_bias)
-    listed = {
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "stop_token_ids": params.stop_token_ids,
-    }
+    listed = {"allowed_token_ids": params.allowed_token_ids or (), "stop_token_ids": params.stop_token_ids}
     for name, listed_ids in listed.items():
         check_num_ids(name, len(listed_ids), vocab_size)
     named: dict[str, Iterable[int]] = {
@@ -148,9 +143,7 @@ def check_token_rules(params: SamplingParams, vocab_size: int, max_logit_bias: i
     for name, token_ids in named.items():
         largest = max(token_ids, default=0)
         if largest >= vocab_size:
-            raise RequestError(
-                f"{name} names token {largest}, the vocabulary has {vocab_size}", param=name
-            )
+            raise RequestError(f"{name} names token {largest}, the vocabulary has {vocab_size}", param=name)
 
 
 async def bad_words_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
@@ -258,8 +251,7 @@ def _read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _token_id(value: object) -> int:
     if not isinstance(value, SupportsIndex):
         raise RequestError(
-            f"the prompts mix token ids with {value!r}; give one prompt or a list of prompts",
-            param="prompt",
+            f"the prompts mix token ids with {value!r}; give one prompt or a list of prompts", param="prompt"
         )
     return operator.index(value)
 
@@ -267,8 +259,7 @@ def _token_id(value: object) -> int:
 def _one_per_prompt(name: str, values: Sequence[_Item], num_prompts: int) -> Sequence[_Item]:
     if len(values) != num_prompts:
         raise RequestError(
-            f"{name} has {len(values)} entries for {num_prompts} prompts; "
-            "give one for all or one per prompt",
+            f"{name} has {len(values)} entries for {num_prompts} prompts; give one for all or one per prompt",
             param=name,
         )
     return values

@@ -47,9 +47,7 @@ def num_worked_chars(num_chars: int, limit: TextLimit | None) -> int:
     return min(num_chars, max(_WINDOW_CHARS, _MAX_CHARS_PER_TOKEN * limit.max_tokens))
 
 
-def long_text_tokens(
-    num_chars: int, limit: TextLimit, around: tuple[list[int], list[int]] | None
-) -> Steps:
+def long_text_tokens(num_chars: int, limit: TextLimit, around: tuple[list[int], list[int]] | None) -> Steps:
     """Tokenize a text of ``num_chars`` that is long.
 
     ``around``: the special tokens that are added before and after a text; None = not known.
@@ -102,9 +100,7 @@ def _settled(start: int) -> Generator[Span, TextPiece, int | None]:
     return None
 
 
-def _joined(
-    start: int, end: int, limit: TextLimit, num_kept: int | None, first_char: int = 0
-) -> Steps:
+def _joined(start: int, end: int, limit: TextLimit, num_kept: int | None, first_char: int = 0) -> Steps:
     """Tokenize from ``start`` to ``end`` in windows; return the last ``num_kept`` tokens, or all.
 
     Tokens before ``first_char`` are left out.
@@ -166,9 +162,7 @@ def _find(piece: TextPiece, char: int, other: TextPiece, at: int) -> int | None:
     return None
 
 
-def _count(
-    start: int, end: int, num_tokens: int, limit: TextLimit, piece: TextPiece | None = None
-) -> Steps:
+def _count(start: int, end: int, num_tokens: int, limit: TextLimit, piece: TextPiece | None = None) -> Steps:
     """Count the tokens from ``start`` on, after ``num_tokens``; return None.
 
     ``piece``: those of the first window, if they are known.

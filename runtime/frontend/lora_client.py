@@ -50,9 +50,12 @@ class LoraClient:
     """Registers, unregisters and looks up adapters through an engine client."""
 
     def __init__(
-        self, client: EngineClient, clock: Callable[[], float] = time.monotonic,
-        *, hub_limits: HubLimits | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        client: EngineClient,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        hub_limits: HubLimits | None = None,
+    ) -> None:
         """``hub_limits``: of adapters that are fetched from the hub; None = the default ones."""
         self._clock = clock
         self.directory = LoraDirectory()
@@ -98,9 +101,7 @@ class LoraClient:
         info = self.directory.get(name)
         return NO_CONVENTIONS if info is None or info.state != READY else info.conventions
 
-    async def read_conventions_of(
-        self, name: str, timeout_s: float | None
-    ) -> AdapterConventions | None:
+    async def read_conventions_of(self, name: str, timeout_s: float | None) -> AdapterConventions | None:
         """Let the engine read an adapter's files; return its conventions. Calls share one read.
 
         Raises ``AdapterFailedError`` if that fails, ``UnknownModelError`` if the adapter was
@@ -250,9 +251,7 @@ class LoraClient:
         if message.error is None:
             future.set_result(None)
         else:
-            future.set_exception(
-                rebuild_error(message.error_kind, message.error, default=AdapterError)
-            )
+            future.set_exception(rebuild_error(message.error_kind, message.error, default=AdapterError))
 
     def fail_all(self, error: EngineDeadError) -> None:
         """End every operation with ``error``."""

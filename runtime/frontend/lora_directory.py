@@ -67,8 +67,7 @@ def check_lora_request(lora: object) -> LoRARequest:
     """Return ``lora``; raises ``RequestError`` for another type, or without name or path."""
     if not isinstance(lora, LoRARequest):
         raise RequestError(
-            f"lora_request is {lora!r}, expected a LoRARequest, a LoRAMix, an adapter's name "
-            "or None",
+            f"lora_request is {lora!r}, expected a LoRARequest, a LoRAMix, an adapter's name or None",
             param="lora_request",
         )
     if not lora.lora_name or not lora.lora_path:

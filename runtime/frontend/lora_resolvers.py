@@ -60,9 +60,9 @@ class DirectoryResolver:
                 return await FILES.answer(lambda _: self._find(lora_name, path), str(path))
         except OSError as error:
             raise UnknownModelError(
-                f"cannot look for adapter {lora_name!r}: its directory cannot be read "
-                f"({error.strerror})", param="lora_request",
-            ) from error  # fmt: skip
+                f"cannot look for adapter {lora_name!r}: its directory cannot be read ({error.strerror})",
+                param="lora_request",
+            ) from error
 
     def _find(self, name: str, path: Path) -> LoRARequest | None:
         if not is_adapter(path):
@@ -155,13 +155,12 @@ def _download(name: str, repository: str, revision: str, budget: HubBudget) -> P
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    info = HfApi().model_info(
-        repository, revision=revision, timeout=_ASK_TIMEOUT_S, files_metadata=True
-    )
+    info = HfApi().model_info(repository, revision=revision, timeout=_ASK_TIMEOUT_S, files_metadata=True)
     sizes = {
-        file.rfilename: file.size for file in info.siblings or ()
+        file.rfilename: file.size
+        for file in info.siblings or ()
         if "/" not in file.rfilename and any(fnmatch(file.rfilename, kind) for kind in _HUB_FILES)
-    }  # fmt: skip
+    }
     commit = info.sha
     if CONFIG_NAME not in sizes or commit is None:
         return None
@@ -207,8 +206,7 @@ def _cached(repository: str, revision: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     found = [
-        try_to_load_from_cache(repository, name, revision=revision)
-        for name in (CONFIG_NAME, WEIGHTS_NAME)
+        try_to_load_from_cache(repository, name, revision=revision) for name in (CONFIG_NAME, WEIGHTS_NAME)
     ]
     return Path(str(found[0])).parent if all(isinstance(one, str) for one in found) else None
 

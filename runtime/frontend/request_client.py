@@ -11,25 +11,12 @@ import random
 from collections.abc import Callable, Sequence
 
 from ..engine.client import EngineClient
-from ..engine.messages import (
-    AbortRequests,
-    AddRequest,
-    AddRequests,
-    ModelInfo,
-    RequestUpdate,
-    StepOutputs,
-)
+from ..engine.messages import AbortRequests, AddRequest, AddRequests, ModelInfo, RequestUpdate, StepOutputs
 from ..errors import EngineDeadError, RequestError
 from ..grammar.messages import GrammarTokens
 from ..grammar.tags import with_trigger_ids
 from ..grammar.trial import GrammarTrials
-from ..limits import (
-    check_bad_words,
-    check_num_open,
-    check_num_sequences,
-    check_predicted_output,
-    check_stops,
-)
+from ..limits import check_bad_words, check_num_open, check_num_sequences, check_predicted_output, check_stops
 from ..sampling import SamplingParams
 from .adapter_conventions import Conventions, MakePrompt
 from .generation import Choice, Generation, Notify
@@ -106,9 +93,8 @@ class RequestClient:
         token_ids: Sequence[int]
         if isinstance(prompt, str):
             token_ids = await tokenizer.encode_async(
-                prompt, add_special_tokens=add_special_tokens,
-                limit=text_limit(params, model.max_model_len),
-            )  # fmt: skip
+                prompt, add_special_tokens=add_special_tokens, limit=text_limit(params, model.max_model_len)
+            )
         elif callable(prompt):
             made = await prompt(conventions)
             token_ids, params = made.token_ids, made.params
@@ -130,10 +116,7 @@ class RequestClient:
             prompt_token_ids=checked,
             params=params,
             samplings=engine_sampling(
-                params,
-                num_prompt_tokens=len(checked),
-                max_model_len=model.max_model_len,
-                rng=self._rng,
+                params, num_prompt_tokens=len(checked), max_model_len=model.max_model_len, rng=self._rng
             ),
             lora_request=lora_request,
             tokenizer=tokenizer,
@@ -303,9 +286,8 @@ class RequestClient:
         """Raise ``RequestError`` for what is too long to be looked at."""
         config = self._config
         check_stops(
-            params.stop, max_stop_strings=config.max_stop_strings,
-            max_stop_bytes=config.max_stop_bytes,
-        )  # fmt: skip
+            params.stop, max_stop_strings=config.max_stop_strings, max_stop_bytes=config.max_stop_bytes
+        )
         check_bad_words(params.bad_words, max_bad_words_bytes=config.max_bad_words_bytes)
         check_token_rules(params, vocab_size, config.max_logit_bias)
 
@@ -315,10 +297,7 @@ class RequestClient:
 
     def _check_room(self, num_new: int) -> None:
         """Raise for requests that cannot even wait, before they are sent."""
-        limits = {
-            "max_num_seqs": self._config.max_num_seqs,
-            "max_num_waiting": self._config.max_num_waiting,
-        }
+        limits = {"max_num_seqs": self._config.max_num_seqs, "max_num_waiting": self._config.max_num_waiting}
         check_num_sequences(1, num_new, **limits)
         check_num_open(len(self._by_engine_id), num_new, **limits)
 

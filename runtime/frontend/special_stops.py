@@ -27,9 +27,7 @@ class SpecialToken:
 class SpecialTokens:
     """The special tokens of one tokenizer, by id."""
 
-    def __init__(
-        self, tokens: Mapping[int, SpecialToken], token_text: Callable[[int], str]
-    ) -> None:
+    def __init__(self, tokens: Mapping[int, SpecialToken], token_text: Callable[[int], str]) -> None:
         """``token_text``: a token's text where special tokens are shown."""
         self._tokens = tokens
         self._token_text = token_text
@@ -92,11 +90,7 @@ class SpecialStoppingDetokenizer:
     """
 
     def __init__(
-        self,
-        stream: Detokenizer,
-        tokens: SpecialTokens,
-        params: SamplingParams,
-        spellings: Mapping[str, str],
+        self, stream: Detokenizer, tokens: SpecialTokens, params: SamplingParams, spellings: Mapping[str, str]
     ) -> None:
         """``stream``: without stop strings. ``spellings``: from ``SpecialTokens.spellings``."""
         self._stream = stream

@@ -17,9 +17,7 @@ Answer = TypeVar("Answer")
 class AnswerClient(Generic[Answer]):
     """Keeps the engine's last answer and asks for new ones; waiting callers share one question."""
 
-    def __init__(
-        self, client: EngineClient, question: ReportStats | ReportMachine, first: Answer
-    ) -> None:
+    def __init__(self, client: EngineClient, question: ReportStats | ReportMachine, first: Answer) -> None:
         self.latest = first
         self._received_s = time.monotonic()
         self._client = client

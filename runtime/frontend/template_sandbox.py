@@ -51,9 +51,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         del self.globals["lipsum"]
-        self.filters = {
-            name: bounded_filter(name, filter_) for name, filter_ in self.filters.items()
-        }
+        self.filters = {name: bounded_filter(name, filter_) for name, filter_ in self.filters.items()}
         tests: dict[str, Any] = self.tests
         for name in _COMPARING_TESTS:
             tests[name] = _bounded_test(tests[name])

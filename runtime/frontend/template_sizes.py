@@ -74,8 +74,7 @@ class Budget:
         self._num_left -= num_chars
         if num_chars > self.max_chars or self._num_left < 0:
             raise TemplateTooLongError(
-                f"the chat template makes more than {self.max_chars} characters "
-                "(--max-template-chars)",
+                f"the chat template makes more than {self.max_chars} characters (--max-template-chars)",
                 param="messages",
             )
         self.leave_if_large(num_chars)

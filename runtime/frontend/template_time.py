@@ -76,9 +76,7 @@ def limits_here() -> TemplateLimits:
     return _limits.get(TemplateLimits())
 
 
-async def render_in_time(
-    render: Callable[[], str], limits: TemplateLimits, *, is_large: bool = False
-) -> str:
+async def render_in_time(render: Callable[[], str], limits: TemplateLimits, *, is_large: bool = False) -> str:
     """Return the result of ``render`` without blocking the event loop. Raises ``RequestError``.
 
     ``is_large``: its input is too large for the event loop.
@@ -118,6 +116,5 @@ def _on_loop(render: Callable[[], str]) -> str:
 
 def _timeout_error(timeout_s: float) -> TemplateTimeoutError:
     return TemplateTimeoutError(
-        f"the chat template took more than {timeout_s:g} s (--template-timeout-s)",
-        param="messages",
+        f"the chat template took more than {timeout_s:g} s (--template-timeout-s)", param="messages"
     )

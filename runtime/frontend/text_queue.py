@@ -75,9 +75,7 @@ class _Thread:
 class TextQueue:
     """Texts that wait to be tokenized, and the threads that do it."""
 
-    def __init__(
-        self, max_waiting_chars: int, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, max_waiting_chars: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """``max_waiting_chars``: of all short texts, and of all long ones; one may have more."""
         self._clock = clock
         self._max_chars = max_waiting_chars
@@ -119,9 +117,11 @@ class TextQueue:
         """
         waiting = self._waiting[num_chars > MAX_SHORT_CHARS]
         check_waiting_chars(
-            waiting.num_chars, num_chars, max_waiting_chars=self._max_chars,
+            waiting.num_chars,
+            num_chars,
+            max_waiting_chars=self._max_chars,
             retry_after_s=self._retry_after_s(waiting),
-        )  # fmt: skip
+        )
         num_worked = num_chars if num_worked is None else num_worked
         waiting.num_chars += num_chars
         waiting.num_worked += num_worked

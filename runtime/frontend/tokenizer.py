@@ -37,9 +37,7 @@ class Tokenizer:
         # Tokenizers written in Python need not be safe for several threads.
         self._lock = contextlib.nullcontext() if codec.is_quick else threading.Lock()
         self._token_text = lru_cache(maxsize=1 << 16)(self._make_token_text)
-        self._decoders = {
-            skip: Decoder(codec.decoding(skip_special_tokens=skip)) for skip in (False, True)
-        }
+        self._decoders = {skip: Decoder(codec.decoding(skip_special_tokens=skip)) for skip in (False, True)}
         self._anchor_ids: list[int] | None = None
 
     def close(self) -> None:
@@ -129,8 +127,7 @@ class Tokenizer:
         """
         if not self.codec.has_chat_template:
             raise RequestError(
-                "the model has no chat template; give one with --chat-template FILE "
-                "or use /v1/completions",
+                "the model has no chat template; give one with --chat-template FILE or use /v1/completions",
                 param="messages",
             )
         try:
@@ -170,9 +167,7 @@ class Tokenizer:
         """Return the text of ``token_ids``; incomplete characters show as U+FFFD."""
         return self._decoders[skip_special_tokens].decode(token_ids)
 
-    def stream(
-        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
-    ) -> WindowStream:
+    def stream(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> WindowStream:
         """Return an incremental decoder for the tokens that follow ``prompt_token_ids``."""
         return WindowStream(self._decoders[skip_special_tokens], prompt_token_ids)
 
@@ -216,8 +211,7 @@ def _check_unicode(text: str, *, first_char: int = 0) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"the prompt is not valid Unicode: {error.reason} at character "
-            f"{first_char + error.start}",
+            f"the prompt is not valid Unicode: {error.reason} at character {first_char + error.start}",
             param="prompt",
         ) from error
 
@@ -244,9 +238,7 @@ def _integer(position: int, value: object) -> int:
     """Return ``value``, any kind of integer, as an ``int``."""
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         return operator.index(value)
-    raise RequestError(
-        f"token {position} of the prompt is {value!r}, token ids are integers", param="prompt"
-    )
+    raise RequestError(f"token {position} of the prompt is {value!r}, token ids are integers", param="prompt")
 
 
 def token_bytes(name: str | None) -> bytes | None:

@@ -63,9 +63,7 @@ def lark_of(text: str) -> str:
     if "root" not in rules:
         raise ValueError("there is no rule root")
     names = {name: f"rule_{number}" for number, name in enumerate(rules)} | {"root": "start"}
-    return "\n".join(
-        f"{names[name]}: {_lark(rule.alternatives, names)}" for name, rule in rules.items()
-    )
+    return "\n".join(f"{names[name]}: {_lark(rule.alternatives, names)}" for name, rule in rules.items())
 
 
 def _lark(node: ASTNode, names: Mapping[str, str]) -> str:
@@ -131,9 +129,7 @@ def check_structure(structured: StructuredOutput, tokenizer: LLTokenizer) -> Non
     Takes long for hostile texts, and may crash.
     """
     grammar = compile_grammar(structured)
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(
-        grammar, tokenizer, limits=parser_limits()
-    )
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=parser_limits())
     for message in messages:
         unknown = _UNKNOWN_KEYWORDS.search(message)
         if unknown is not None:

@@ -27,9 +27,7 @@ class Grammars:
     Front ends have tried them, so none takes long, or holds Python's lock.
     """
 
-    def __init__(
-        self, tree: TokenTree, notify: Callable[[], None], cpus: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, tree: TokenTree, notify: Callable[[], None], cpus: tuple[int, ...] = ()) -> None:
         """``notify``: called by the thread when ``must_wait`` may return something else.
 
         ``cpus``: cores of the thread; () = those of the caller.
@@ -38,9 +36,7 @@ class Grammars:
         self._notify = notify
         self._lock = threading.Lock()
         self._compiled: OrderedDict[StructuredOutput, Future[_Compiled]] = OrderedDict()
-        self._thread = ThreadPoolExecutor(
-            1, "corun-grammar-compiler", partial(place_thread, cpus)
-        )  # fmt: skip
+        self._thread = ThreadPoolExecutor(1, "corun-grammar-compiler", partial(place_thread, cpus))
 
     def start(self) -> None:
         """Begin to make the tree of tokens, which other threads have to wait for. Call once."""

@@ -25,9 +25,7 @@ class Matcher:
     counts twice.
     """
 
-    def __init__(
-        self, start: LLMatcher, tokenizer: LLTokenizer, forcing: "Matcher | None" = None
-    ) -> None:
+    def __init__(self, start: LLMatcher, tokenizer: LLTokenizer, forcing: "Matcher | None" = None) -> None:
         """``start``: the grammar, compiled for ``tokenizer``; not changed.
 
         ``forcing``: the same, compiled apart, for ``forced``: its limits are for all answers;
@@ -133,9 +131,10 @@ class Matcher:
 def _bits(words: NDArray[np.int32], token_ids: Collection[int]) -> list[int]:
     """Return those of ``token_ids`` that have a bit."""
     return [
-        token for token in token_ids
+        token
+        for token in token_ids
         if token < _WORD_BITS * len(words) and int(words[token // 32]) >> token % 32 & 1
-    ]  # fmt: skip
+    ]
 
 
 def _set_bits(words: NDArray[np.int32], token_ids: Collection[int], *, is_set: bool) -> None:

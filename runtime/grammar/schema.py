@@ -11,18 +11,17 @@ from typing import Any
 # JSON as chat templates and Python write it: with these separators and no other white space. A
 # model has then fewer choices, and names of properties are forced with what is around them.
 _JSON_FORM: Any = {
-    "lenient": False, "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False,
-}  # fmt: skip
+    "lenient": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+}
 
 _DATA = frozenset({"const", "enum", "default", "examples"})  # their values are no schemas
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _NO_LEAP_SECOND = "^[^:]*:[^:]*:[0-5]"  # a validator knows on which days there is one
 _STEP = 1e-9
-_PATTERNS = {
-    "time": _NO_LEAP_SECOND,
-    "date-time": _NO_LEAP_SECOND,
-    "email": "^[^@]{1,64}@",
-}
+_PATTERNS = {"time": _NO_LEAP_SECOND, "date-time": _NO_LEAP_SECOND, "email": "^[^@]{1,64}@"}
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:

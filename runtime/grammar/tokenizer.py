@@ -57,9 +57,7 @@ class _Bytes:
 class TokenTree:
     """The tree of one model, made by a thread once the engine is ready."""
 
-    def __init__(
-        self, backend: str | None, *, num_ids: int, eos_token_ids: Collection[int]
-    ) -> None:
+    def __init__(self, backend: str | None, *, num_ids: int, eos_token_ids: Collection[int]) -> None:
         """``backend``: None = the tokenizer is not data that llguidance can read."""
         self._backend = backend
         self._num_ids = num_ids
@@ -94,9 +92,7 @@ class TokenTree:
             if self._backend is None:
                 raise ValueError("it is implemented in Python")
             self._made.set_result(
-                make_ll_tokenizer(
-                    self._backend, num_ids=self._num_ids, eos_token_ids=self._eos_token_ids
-                )
+                make_ll_tokenizer(self._backend, num_ids=self._num_ids, eos_token_ids=self._eos_token_ids)
             )
         except ValueError as error:
             self._made.set_exception(error)

@@ -35,8 +35,9 @@ _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # of memory, and of 
 class _Process:
     """A process that tries grammars, and its end of the socket pair."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-                 popen: "subprocess.Popen[bytes]") -> None:  # fmt: skip
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, popen: "subprocess.Popen[bytes]"
+    ) -> None:
         self._reader, self._writer, self._popen = reader, writer, popen
 
     @classmethod
@@ -48,9 +49,7 @@ class _Process:
             command += ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
             try:
                 with signals_held():
-                    popen = subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
-                    )
+                    popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
             except OSError as error:
                 ours.close()
                 raise _not_started(error) from None
@@ -214,10 +213,7 @@ class GrammarTrials:
                     f"the machine is too busy to compile {structured.field} within "
                     f"{self._timeout_s:g} s; retry later"
                 ) from None
-            return (
-                f"{structured.field} cannot be served: compiling it takes more than "
-                f"{self._timeout_s:g} s"
-            )
+            return f"{structured.field} cannot be served: compiling it takes more than {self._timeout_s:g} s"
         except (OSError, EOFError):
             if -await self._replace(process) not in _CRASHES:
                 raise

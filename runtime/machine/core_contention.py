@@ -47,9 +47,7 @@ class CoreContention:
     ``needed_quiet_s`` in which the threads in use hardly waited.
     """
 
-    def __init__(
-        self, max_threads: int, now_s: float, total: CpuTime, *, min_threads: int = 1
-    ) -> None:
+    def __init__(self, max_threads: int, now_s: float, total: CpuTime, *, min_threads: int = 1) -> None:
         """``total``: CPU time of the threads so far."""
         self.num_threads = max_threads
         self.is_contended = False

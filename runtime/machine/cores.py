@@ -33,9 +33,7 @@ class CorePlan:
     warnings: tuple[str, ...]  # problems of explicit lists
 
 
-def plan_cores(
-    machine: MachineFacts, request: CoreRequest, accelerator_node: int | None
-) -> CorePlan:
+def plan_cores(machine: MachineFacts, request: CoreRequest, accelerator_node: int | None) -> CorePlan:
     """Choose the cores.
 
     Args:
@@ -121,9 +119,7 @@ def _with_siblings(machine: MachineFacts, cpus: Iterable[int]) -> set[int]:
     return found.union(*(core for core in machine.core_cpus if found.intersection(core)))
 
 
-def _engine_core(
-    machine: MachineFacts, node: _Node, worker_cpus: tuple[int, ...]
-) -> tuple[int, ...]:
+def _engine_core(machine: MachineFacts, node: _Node, worker_cpus: tuple[int, ...]) -> tuple[int, ...]:
     """Choose a core for the engine: the first near the accelerator without workers."""
     taken = _with_siblings(machine, worker_cpus)
     for core in [*node.cores, *_cut(machine, machine.allowed_cpus)]:
@@ -138,9 +134,7 @@ def _engine_core(
     return tuple(rest)
 
 
-def _auto(
-    machine: MachineFacts, node: _Node, engine: tuple[int, ...], *, is_engine_given: bool
-) -> CorePlan:
+def _auto(machine: MachineFacts, node: _Node, engine: tuple[int, ...], *, is_engine_given: bool) -> CorePlan:
     taken = _with_siblings(machine, engine)
     free = [core[0] for core in node.cores if not taken.intersection(core)]
     limit = _worker_limit(machine)

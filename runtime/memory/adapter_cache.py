@@ -51,9 +51,8 @@ class AdapterCache:
     """
 
     def __init__(
-        self, budget: MemoryBudget, slab: AdapterSlab | None = None,
-        policy: RankingPolicy | None = None,
-    ) -> None:  # fmt: skip
+        self, budget: MemoryBudget, slab: AdapterSlab | None = None, policy: RankingPolicy | None = None
+    ) -> None:
         """Start without adapters.
 
         Args:
@@ -66,9 +65,7 @@ class AdapterCache:
         self.policy: RankingPolicy = LruPolicy() if policy is None else policy
         # Also of versions that have left the device: policies may remember them.
         self._copies: dict[AdapterId, DeviceCopy] = {}
-        self._entries = {
-            BASE_ADAPTER: DeviceCopy(BASE_ADAPTER, 0, AdapterState.RESIDENT, num_references=1)
-        }
+        self._entries = {BASE_ADAPTER: DeviceCopy(BASE_ADAPTER, 0, AdapterState.RESIDENT, num_references=1)}
         self._idle: dict[AdapterId, DeviceCopy] = {}  # resident, unreferenced and not pinned
         self._pinned: set[AdapterId] = set()
         self._idle_bytes = 0

@@ -186,9 +186,7 @@ class BlockPool:
         if num_blocks > self.num_free_ids:
             return None
         has_bytes = self.budget.allocate(
-            KV_OWNER,
-            num_blocks * self.block_bytes,
-            reserved_bytes=num_reserved * self.block_bytes,
+            KV_OWNER, num_blocks * self.block_bytes, reserved_bytes=num_reserved * self.block_bytes
         )
         if not has_bytes:
             return None

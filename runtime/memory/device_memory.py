@@ -29,11 +29,17 @@ class DeviceMemory:
     """The memory budget, with the block pool and the adapter cache that allocate from it."""
 
     def __init__(
-        self, pool: BlockPool, cache: AdapterCache, host: HostCache | None = None,
+        self,
+        pool: BlockPool,
+        cache: AdapterCache,
+        host: HostCache | None = None,
         tree: KvTree | None = None,
-        *, transfers: TransferTable | None = None, max_history_blocks: int | None = None,
-        inputs: PolicyInputs | None = None, num_host_slots: int = 0,
-    ) -> None:  # fmt: skip
+        *,
+        transfers: TransferTable | None = None,
+        max_history_blocks: int | None = None,
+        inputs: PolicyInputs | None = None,
+        num_host_slots: int = 0,
+    ) -> None:
         """Assemble the memory.
 
         Args:
@@ -68,9 +74,8 @@ class DeviceMemory:
         if num_host_slots:
             assert tree is not None and inputs is not None
             self.swapper = KvSwapper(
-                tree, pool, self.prefixes, slots, cache.policy, self.transfers, inputs.costs,
-                self.room,
-            )  # fmt: skip
+                tree, pool, self.prefixes, slots, cache.policy, self.transfers, inputs.costs, self.room
+            )
         self.loads = AdapterLoads(pool, cache, self.pins, self.room, self.transfers, host)
         self.relief = MemoryRelief(pool, cache, self.room, host)
         keeps_history = cache.policy.rules.keeps_history
@@ -176,15 +181,17 @@ class DeviceMemory:
         """Evict until running requests can grow by ``num_blocks``. See ``RoomMaker.reclaim``."""
         return self.room.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
 
-    def store(
-        self, grant: Grant, namespace: bytes, token_ids: tuple[int, ...], now_s: float
-    ) -> None:
+    def store(self, grant: Grant, namespace: bytes, token_ids: tuple[int, ...], now_s: float) -> None:
         """Store the next computed whole block of a request in the tree, for other requests."""
         path = grant.path
         node = self.prefixes.store(
-            grant.adapter_id, namespace, path[-1] if path else None, token_ids,
-            grant.block_ids[len(path)], now_s,
-        )  # fmt: skip
+            grant.adapter_id,
+            namespace,
+            path[-1] if path else None,
+            token_ids,
+            grant.block_ids[len(path)],
+            now_s,
+        )
         path.append(node)
 
     def retire(self, grant: Grant) -> None:
@@ -273,9 +280,7 @@ class DeviceMemory:
             host_evictions=self.relief.take_host_evictions(),
         )
 
-    def evict_again(
-        self, adapter_ids: Iterable[AdapterId], place_ids: Sequence[HostPlaceId]
-    ) -> None:
+    def evict_again(self, adapter_ids: Iterable[AdapterId], place_ids: Sequence[HostPlaceId]) -> None:
         """Repeat evictions of a plan that was lost, in the next plan."""
         absent = AdapterState.ABSENT
         self._evictions += [one for one in adapter_ids if self.cache.state(one) is absent]
@@ -340,9 +345,7 @@ class DeviceMemory:
             return Verdict.NO_ADAPTER
         return None if need.may_start_cold() else Verdict.LOADING
 
-    def _grant(
-        self, request: Request, path: Sequence[KvNode], num_blocks: int, now_s: float
-    ) -> Grant:
+    def _grant(self, request: Request, path: Sequence[KvNode], num_blocks: int, now_s: float) -> Grant:
         """Allocate free blocks for a request that begins to run with the held blocks of a path."""
         grant = Grant(request.adapter_id, [], list(path))
         for node in path:

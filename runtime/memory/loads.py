@@ -23,9 +23,14 @@ class AdapterLoads:
     """Begins and ends loads. Memory that is reserved for growth is not used for them."""
 
     def __init__(
-        self, pool: BlockPool, cache: AdapterCache, pins: Pins, room: RoomMaker,
-        transfers: TransferTable, host: HostCache | None,
-    ) -> None:  # fmt: skip
+        self,
+        pool: BlockPool,
+        cache: AdapterCache,
+        pins: Pins,
+        room: RoomMaker,
+        transfers: TransferTable,
+        host: HostCache | None,
+    ) -> None:
         """All parts belong to the device memory. ``host``: None = it is not planned."""
         self._pool = pool
         self._cache = cache
@@ -53,9 +58,13 @@ class AdapterLoads:
         assert has_begun, (adapter_id, num_bytes)
         self._pins.mark_loading(adapter_id)
         command = AdapterTransfer(
-            self._transfers.new_id(), adapter_id, num_bytes, is_demand,
-            None if slab is None else slab.offset_bytes(adapter_id), place,
-        )  # fmt: skip
+            self._transfers.new_id(),
+            adapter_id,
+            num_bytes,
+            is_demand,
+            None if slab is None else slab.offset_bytes(adapter_id),
+            place,
+        )
         layers = adapter.layers
         part_bytes = (num_bytes,) if layers is None else layers.group_bytes
         load = OpenLoad(command=command, part_bytes=part_bytes, adapter=adapter)
@@ -89,9 +98,14 @@ class AdapterLoads:
                 return
 
     def begin_ahead(
-        self, adapter_id: AdapterId, adapter: AdapterFacts | None, running: RunningRequests,
-        now_s: float, *, is_demand: bool = False,
-    ) -> bool:  # fmt: skip
+        self,
+        adapter_id: AdapterId,
+        adapter: AdapterFacts | None,
+        running: RunningRequests,
+        now_s: float,
+        *,
+        is_demand: bool = False,
+    ) -> bool:
         """Load an absent adapter that no request waits for. False if there is no room."""
         if self._cache.state(adapter_id) is not AdapterState.ABSENT:
             return True

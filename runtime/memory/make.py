@@ -42,10 +42,14 @@ def adapter_share(asked: float | None) -> float:
 
 
 def make_device_memory(
-    sizes: MemorySizes, policy: str | MakeMemoryPolicy, costs: ReloadCosts,
-    host: HostCache | None = None, transfers: TransferTable | None = None,
-    *, keeps_prefixes: bool = True,
-) -> DeviceMemory:  # fmt: skip
+    sizes: MemorySizes,
+    policy: str | MakeMemoryPolicy,
+    costs: ReloadCosts,
+    host: HostCache | None = None,
+    transfers: TransferTable | None = None,
+    *,
+    keeps_prefixes: bool = True,
+) -> DeviceMemory:
     """Return a memory ranked by ``policy``, which is a name or a function that makes a policy.
 
     ``keeps_prefixes``: whether later requests can use KV.
@@ -55,9 +59,11 @@ def make_device_memory(
     """
     inputs = PolicyInputs(costs)
     facts = MemoryFacts(
-        reload_cost_s=costs, mean_batch_size=inputs.batch_size, kv_reuse_share=inputs.kv_reuse,
+        reload_cost_s=costs,
+        mean_batch_size=inputs.batch_size,
+        kv_reuse_share=inputs.kv_reuse,
         num_blocks=sizes.num_blocks,
-    )  # fmt: skip
+    )
     ranking = make_memory_policy(policy, facts) if isinstance(policy, str) else policy(facts)
     slab_bytes, num_blocks = sizes.slab_bytes, sizes.num_blocks
     if slab_bytes is None and ranking.rules.is_split:
@@ -80,9 +86,7 @@ def make_device_memory(
         transfers=transfers,
         max_history_blocks=sizes.max_history_blocks,
         inputs=inputs,
-        num_host_slots=sizes.num_host_slots
-        if keeps_prefixes and ranking.rules.keeps_history
-        else 0,
+        num_host_slots=sizes.num_host_slots if keeps_prefixes and ranking.rules.keeps_history else 0,
     )
 
 

@@ -99,9 +99,13 @@ class PrefixCache:
     """Prefixes that requests find, hold, store and release."""
 
     def __init__(
-        self, pool: BlockPool, tree: KvTree | None, policy: MemoryPolicy, slots: HostSlots,
+        self,
+        pool: BlockPool,
+        tree: KvTree | None,
+        policy: MemoryPolicy,
+        slots: HostSlots,
         reuse: ReuseShare | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``tree``: blocks of ``pool``, ranked by ``policy``; None = no prefixes are kept.
 
         ``slots``: on the host. ``reuse``: counts found and computed blocks; None = not counted.
@@ -130,9 +134,7 @@ class PrefixCache:
         """Blocks with a copy on the host."""
         return 0 if self._tree is None else self._tree.num_host_blocks
 
-    def match(
-        self, namespace: bytes, token_ids: tuple[int, ...], max_tokens: int
-    ) -> Sequence[KvNode]:
+    def match(self, namespace: bytes, token_ids: tuple[int, ...], max_tokens: int) -> Sequence[KvNode]:
         """Return the blocks of the longest known prefix, of at most ``max_tokens`` tokens."""
         return () if self._tree is None else self._tree.match(namespace, token_ids, max_tokens)
 
@@ -142,9 +144,7 @@ class PrefixCache:
             self._tree.hold(path[-1])
             self._mark_cached()
 
-    def visit(
-        self, adapter_id: AdapterId, namespace: bytes, path: Sequence[KvNode], now_s: float
-    ) -> None:
+    def visit(self, adapter_id: AdapterId, namespace: bytes, path: Sequence[KvNode], now_s: float) -> None:
         """Record that a request begins with these blocks, which its version can use."""
         if path and adapter_id != BASE_ADAPTER:
             self._record_namespace(namespace, adapter_id)
@@ -154,9 +154,14 @@ class PrefixCache:
         self._slots.use(path)
 
     def store(
-        self, adapter_id: AdapterId, namespace: bytes, parent: KvNode | None,
-        token_ids: tuple[int, ...], block_id: BlockId, now_s: float,
-    ) -> KvNode:  # fmt: skip
+        self,
+        adapter_id: AdapterId,
+        namespace: bytes,
+        parent: KvNode | None,
+        token_ids: tuple[int, ...],
+        block_id: BlockId,
+        now_s: float,
+    ) -> KvNode:
         """Store a computed block after ``parent`` (None = as the first), held by its request.
 
         If an equal block was stored before, ``block_id`` still belongs to the request.
@@ -183,9 +188,7 @@ class PrefixCache:
         assert self._tree is not None
         self.free(self._tree.evict(node))
 
-    def evict_behind(
-        self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]
-    ) -> bool:
+    def evict_behind(self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]) -> bool:
         """Evict the KV of ``adapter_id`` that no version on the device can use.
 
         Versions with the same content share KV. Returns whether all of it was evicted: blocks that

@@ -48,9 +48,7 @@ class MemoryRoom:
 class MemoryRelief:
     """Limits the memory of KV and adapters while memory is short, by evicting idle items."""
 
-    def __init__(
-        self, pool: BlockPool, cache: AdapterCache, room: RoomMaker, host: HostCache | None
-    ) -> None:
+    def __init__(self, pool: BlockPool, cache: AdapterCache, room: RoomMaker, host: HostCache | None) -> None:
         """All parts belong to the device memory. There is no limit at first."""
         self._pool = pool
         self._cache = cache
@@ -91,9 +89,12 @@ class MemoryRelief:
         self.num_bytes += excess_bytes
         if excess_bytes > self._host_bytes:
             self._room.free_up(
-                excess_bytes - self._host_bytes, 0, include_waiting=False, keep=BASE_ADAPTER,
+                excess_bytes - self._host_bytes,
+                0,
+                include_waiting=False,
+                keep=BASE_ADAPTER,
                 reason=EvictionReason.MACHINE,
-            )  # fmt: skip
+            )
 
     def take_freed_blocks(self, *, is_needed: bool) -> tuple[BlockId, ...]:
         """Return free blocks to decommit in the next plan. ``is_needed``: memory is needed now."""

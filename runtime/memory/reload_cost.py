@@ -34,9 +34,14 @@ class ReloadCosts:
     """Reload cost of an item; see ``policies.facts.MemoryFacts.reload_cost_s``."""
 
     def __init__(
-        self, times: PrefillTimes, block_size: int, max_step_tokens: int,
-        link: LinkModel | None = None, *, is_assisted: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        times: PrefillTimes,
+        block_size: int,
+        max_step_tokens: int,
+        link: LinkModel | None = None,
+        *,
+        is_assisted: bool = False,
+    ) -> None:
         """Start without loads.
 
         Args:

@@ -82,9 +82,7 @@ def _bytes_by_level(memory: DeviceMemory) -> dict[str, dict[str, int]]:
     return levels | ({"host": on_host} if on_host else {})
 
 
-def _by_name(
-    evictions: Mapping[str, Mapping[EvictionReason, int]],
-) -> dict[str, dict[str, int]]:
+def _by_name(evictions: Mapping[str, Mapping[EvictionReason, int]]) -> dict[str, dict[str, int]]:
     return {
         level: {reason.value: number for reason, number in of_level.items()}
         for level, of_level in evictions.items()
@@ -111,9 +109,7 @@ def take_changed(memory: DeviceMemory) -> Changed:
     return Changed(adapter_ids, digests)
 
 
-def residency(
-    memory: DeviceMemory, adapter_id: AdapterId, adapter: AdapterFacts, unix_s: float
-) -> Residency:
+def residency(memory: DeviceMemory, adapter_id: AdapterId, adapter: AdapterFacts, unix_s: float) -> Residency:
     """Return where an adapter version is now.
 
     ``unix_s``: Unix time at which the clock of the memory's times was 0.

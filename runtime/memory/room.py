@@ -90,9 +90,13 @@ class RoomMaker:
     """Knows what is free, and evicts unused prefixes and idle adapters."""
 
     def __init__(
-        self, pool: BlockPool, cache: AdapterCache, prefixes: PrefixCache, pins: Pins,
+        self,
+        pool: BlockPool,
+        cache: AdapterCache,
+        prefixes: PrefixCache,
+        pins: Pins,
         evict_adapter: Callable[[AdapterId, EvictionReason], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``evict_adapter``: evicts an idle adapter."""
         self._pool = pool
         self._cache = cache
@@ -108,9 +112,7 @@ class RoomMaker:
             return self._cache.slab.fits(num_bytes)
         return self._pool.budget.available_bytes >= num_bytes
 
-    def has_room_for(
-        self, adapter_id: AdapterId, num_blocks: int, path: Sequence[KvNode] = ()
-    ) -> bool:
+    def has_room_for(self, adapter_id: AdapterId, num_blocks: int, path: Sequence[KvNode] = ()) -> bool:
         """Whether there is room for ``num_blocks`` more blocks if a request begins.
 
         Evictable memory counts as room, except for the request's own adapter and the blocks of its
@@ -149,9 +151,7 @@ class RoomMaker:
         self.num_draining_blocks += num_blocks
         return num_blocks
 
-    def reclaim(
-        self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId
-    ) -> bool:
+    def reclaim(self, num_blocks: int, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
         """Evict until ``num_blocks`` blocks and ``num_bytes`` further bytes are free, or will be.
 
         The blocks may come from the reservation, the bytes may not. Evicts unused KV and idle
@@ -161,20 +161,16 @@ class RoomMaker:
         copies. Evicts nothing if the answer is False.
         """
         num_draining = self.num_draining_blocks
-        if self._reclaim(
-            num_blocks, num_bytes, num_draining, include_waiting=include_waiting, keep=keep
-        ):
+        if self._reclaim(num_blocks, num_bytes, num_draining, include_waiting=include_waiting, keep=keep):
             return True
         num_copied = self.num_copied_blocks
         return num_copied > 0 and self._reclaim(
-            num_blocks, num_bytes, num_draining + num_copied,
-            include_waiting=include_waiting, keep=keep,
-        )  # fmt: skip
+            num_blocks, num_bytes, num_draining + num_copied, include_waiting=include_waiting, keep=keep
+        )
 
     def _reclaim(
-        self, num_blocks: int, num_bytes: int, num_draining: int,
-        *, include_waiting: bool, keep: AdapterId,
-    ) -> bool:  # fmt: skip
+        self, num_blocks: int, num_bytes: int, num_draining: int, *, include_waiting: bool, keep: AdapterId
+    ) -> bool:
         """Do ``reclaim``, with ``num_draining`` blocks that become free without evictions."""
         pool = self._pool
         num_new_blocks = max(0, num_blocks - pool.num_reserved_blocks)
@@ -183,9 +179,7 @@ class RoomMaker:
         short_blocks = num_blocks - pool.num_free_ids - num_draining
         if self._cache.slab is not None:
             has_blocks = self.free_up(0, short_blocks, include_waiting=False, keep=keep)
-            return has_blocks and self._free_range(
-                num_bytes, include_waiting=include_waiting, keep=keep
-            )
+            return has_blocks and self._free_range(num_bytes, include_waiting=include_waiting, keep=keep)
         block_bytes, budget = pool.block_bytes, pool.budget
         draining_bytes = num_draining * block_bytes
         if num_new_blocks * block_bytes + num_bytes > budget.unreserved_bytes + draining_bytes:
@@ -198,9 +192,14 @@ class RoomMaker:
         )
 
     def free_up(
-        self, num_bytes: int, num_blocks: int, *, include_waiting: bool, keep: AdapterId,
+        self,
+        num_bytes: int,
+        num_blocks: int,
+        *,
+        include_waiting: bool,
+        keep: AdapterId,
         reason: EvictionReason = EvictionReason.KV,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Evict items until ``num_bytes`` and ``num_blocks`` more are free.
 
         Returns False without evictions if that is impossible. Items are evicted one by one, because

@@ -35,9 +35,16 @@ class KvSwapper:
     """Plans copies of KV blocks between the device and the host."""
 
     def __init__(
-        self, tree: KvTree, pool: BlockPool, prefixes: PrefixCache, slots: HostSlots,
-        policy: RankingPolicy, transfers: TransferTable, costs: ReloadCosts, room: RoomMaker,
-    ) -> None:  # fmt: skip
+        self,
+        tree: KvTree,
+        pool: BlockPool,
+        prefixes: PrefixCache,
+        slots: HostSlots,
+        policy: RankingPolicy,
+        transfers: TransferTable,
+        costs: ReloadCosts,
+        room: RoomMaker,
+    ) -> None:
         """Start without copies.
 
         Args:
@@ -76,9 +83,7 @@ class KvSwapper:
         """Whether a copy to the node's block is under way."""
         return node in self._coming
 
-    def swap_in(
-        self, need: Need, path: Sequence[KvNode], num_found: int, now_s: float
-    ) -> Verdict | None:
+    def swap_in(self, need: Need, path: Sequence[KvNode], num_found: int, now_s: float) -> Verdict | None:
         """Copy the blocks of ``path`` that only the host has; None = the request computes them.
 
         The request does not hold the copied blocks, so other requests may evict them before it
@@ -132,9 +137,7 @@ class KvSwapper:
             self._tree.assign_block(node, block_id)
         self._coming.update(nodes)
         self._slots.use(nodes)
-        command = KvTransfer(
-            self._transfers.new_id(), Direction.TO_DEVICE, tuple(block_ids), tuple(slots)
-        )
+        command = KvTransfer(self._transfers.new_id(), Direction.TO_DEVICE, tuple(block_ids), tuple(slots))
         self._begin(command, nodes, len(nodes), now_s)
 
     def copy_ahead(self, max_history_blocks: int | None, now_s: float) -> None:
@@ -272,22 +275,22 @@ class KvSwapper:
         # Held blocks cannot be reserved.
         self._pool.reserve_growth(self._pool.num_reserved_blocks)
         command = KvTransfer(
-            self._transfers.new_id(), Direction.TO_HOST, tuple(map(_block_id, nodes)),
-            tuple(slots), is_demand=False,
-        )  # fmt: skip
+            self._transfers.new_id(),
+            Direction.TO_HOST,
+            tuple(map(_block_id, nodes)),
+            tuple(slots),
+            is_demand=False,
+        )
         self._num_leaving += len(nodes)
         num_pinned = num_unreferenced - self._tree.num_unreferenced_blocks
         self._begin(command, nodes, num_pinned, now_s)
 
-    def _begin(
-        self, command: KvTransfer, nodes: Sequence[KvNode], num_pinned: int, now_s: float
-    ) -> None:
+    def _begin(self, command: KvTransfer, nodes: Sequence[KvNode], num_pinned: int, now_s: float) -> None:
         self._room.num_copied_blocks += num_pinned
         num_bytes = len(nodes) * self._tree.block_bytes
         copy = OpenCopy(
-            command=command, part_bytes=(num_bytes,), nodes=tuple(nodes),
-            num_pinned_blocks=num_pinned,
-        )  # fmt: skip
+            command=command, part_bytes=(num_bytes,), nodes=tuple(nodes), num_pinned_blocks=num_pinned
+        )
         self._transfers.begin(copy, now_s)
 
 

@@ -46,9 +46,8 @@ class LinkUse:
         self._busy: dict[LinkKey, set[TransferId]] = {}
 
     def changed(
-        self, key: LinkKey, transfer_id: TransferId, now_s: float,
-        *, is_busy: bool, new_bytes: int = 0,
-    ) -> None:  # fmt: skip
+        self, key: LinkKey, transfer_id: TransferId, now_s: float, *, is_busy: bool, new_bytes: int = 0
+    ) -> None:
         """Record that a transfer has begun, progressed or ended.
 
         ``is_busy``: it has something to copy now.
@@ -68,9 +67,7 @@ class LinkUse:
     def totals(self, now_s: float) -> dict[LinkKey, LinkTotals]:
         """Return the totals up to now."""
         return {
-            key: LinkTotals(
-                num_bytes, self._busy_s.get(key, 0.0) + now_s - self._since_s.get(key, now_s)
-            )
+            key: LinkTotals(num_bytes, self._busy_s.get(key, 0.0) + now_s - self._since_s.get(key, now_s))
             for key, num_bytes in self._num_bytes.items()
         }
 
@@ -280,9 +277,7 @@ class TransferTable:
             self._record_progress(load, now_s)
         return new_bytes, new_s
 
-    def end(
-        self, transfer_id: TransferId, now_s: float, *, has_failed: bool = False
-    ) -> OpenTransfer | None:
+    def end(self, transfer_id: TransferId, now_s: float, *, has_failed: bool = False) -> OpenTransfer | None:
         """End a transfer and return it; None if it is unknown or has ended."""
         transfer = self._open.pop(transfer_id, None)
         if transfer is None:

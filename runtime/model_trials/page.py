@@ -8,8 +8,7 @@ from ..errors import ConfigError
 from .outcome import ADAPTER_KINDS, Parity, Trial
 
 _MARKED = re.compile(
-    r"(<!-- models: written by `corun models --update [^`\n]+` -->\n)(.*?)(<!-- end of models -->)",
-    re.DOTALL,
+    r"(<!-- models: written by `corun models --update [^`\n]+` -->\n)(.*?)(<!-- end of models -->)", re.DOTALL
 )
 _COLUMNS = ("model type", "class", "base", *ADAPTER_KINDS, "why not")
 _ROW = re.compile(rf"\| `([^`]+)` \|{' (.*?) [|]' * (len(_COLUMNS) - 2)} (.*) \|")

@@ -19,56 +19,119 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"), 64),
     **dict.fromkeys(
-        ("intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "ffn_dim", "d_ff",
-         "n_inner", "decoder_ffn_dim", "dff", "mlp_hidden_size"), 96,
+        (
+            "intermediate_size",
+            "intermediate_size_mlp",
+            "dense_intermediate_size",
+            "ffn_dim",
+            "d_ff",
+            "n_inner",
+            "decoder_ffn_dim",
+            "dff",
+            "mlp_hidden_size",
+        ),
+        96,
     ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), MAX_TOKENS),
     **dict.fromkeys(
-        ("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads",
-         "decoder_attention_heads"), 4,
+        (
+            "num_attention_heads",
+            "num_heads",
+            "n_head",
+            "n_heads",
+            "attention_heads",
+            "decoder_attention_heads",
+        ),
+        4,
     ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
     **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "attention_head_dim"), 16),
     **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts"), 4,
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts"), 4
     ),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(
         ("n_group", "topk_group", "first_k_dense_replace", "encoder_layers", "n_shared_experts"), 1
     ),
     **dict.fromkeys(
-        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_dim",
-         "shared_intermediate_size", "moe_shared_expert_intermediate_size"), 32,
+        (
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "expert_dim",
+            "shared_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+        ),
+        32,
     ),
-    "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "hidden_size_per_layer_input": 8,
-    "laurel_rank": 8, "num_kv_shared_layers": 2, "global_head_dim": 32,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 16, "rotary_dim": 8, "index_n_heads": 2, "index_head_dim": 16,
-    "mamba_num_heads": 4, "mamba_n_heads": 4, "mamba_head_dim": 16, "mamba_d_head": 32,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 32,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "rotary_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_n_heads": 4,
+    "mamba_head_dim": 16,
+    "mamba_d_head": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 _SET_IF_NONE = (
-    "head_dim", "num_key_value_heads", "pad_token_id", "bos_token_id", "eos_token_id",
-    "num_experts_per_tok", "n_routed_experts", "n_shared_experts",
-)  # fmt: skip
+    "head_dim",
+    "num_key_value_heads",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "num_experts_per_tok",
+    "n_routed_experts",
+    "n_shared_experts",
+)
 _TOWER: Mapping[str, int] = {
-    "hidden_size": 32, "embed_dim": 32, "num_hidden_layers": 1, "depth": 1, "num_layers": 1,
-    "num_attention_heads": 2, "num_heads": 2, "attention_heads": 2, "intermediate_size": 32,
-    "image_size": 28, "patch_size": 14, "encoder_layers": 1, "head_dim": 16,
-    "out_hidden_size": 64, "text_hidden_size": 64,
-}  # fmt: skip
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_layers": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "attention_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 28,
+    "patch_size": 14,
+    "encoder_layers": 1,
+    "head_dim": 16,
+    "out_hidden_size": 64,
+    "text_hidden_size": 64,
+}
 # Attention with keys and values of a low rank: rotary embeddings have a size of their own.
 _LATENT: Mapping[str, int] = {"head_dim": 8, "num_key_value_heads": 4, "qk_head_dim": 24}
 # Frequencies divided between time, height and width: types with a default outside their class.
-_SECTIONS = {
-    "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1],
-}  # fmt: skip
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1]}
 _WITH_SECTIONS = (
-    "glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glm46v_text", "glmga_text",
-    "paddleocr_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text",
+    "glm4v_text",
+    "glm4v_moe_text",
+    "glm_ocr_text",
+    "glm46v_text",
+    "glmga_text",
+    "paddleocr_vl_text",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen2_5_omni_text",
     "ernie4_5_vl_moe_text",
-)  # fmt: skip
+)
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": {"global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},

@@ -34,9 +34,7 @@ _PROMPT_TOKENS = (101, 61, 38, 5)
 _STEP_TOKENS = 23
 _BLOCK_TOKENS = 4
 _ANSWER_TOKENS = 6
-_ANSWER = SamplingParams(
-    temperature=0, max_tokens=_ANSWER_TOKENS, logprobs=8, ignore_eos=True
-)  # fmt: skip
+_ANSWER = SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS, logprobs=8, ignore_eos=True)
 _RANKS = {"attention": 4, "feed-forward": 6, "all-linear": 3}
 
 
@@ -92,9 +90,13 @@ class _Comparison:
     def run(self, trial: Trial) -> Trial:
         """Return the result. Raises ``CorunError`` if the model is refused."""
         with Engine(
-            model=str(self._directory), device="cpu", dtype="float32", block_size=_BLOCK_TOKENS,
-            memory_gib=0.25, max_num_batched_tokens=_STEP_TOKENS,
-        ) as engine:  # fmt: skip
+            model=str(self._directory),
+            device="cpu",
+            dtype="float32",
+            block_size=_BLOCK_TOKENS,
+            memory_gib=0.25,
+            max_num_batched_tokens=_STEP_TOKENS,
+        ) as engine:
             adapters = self._add_adapters(engine)
             rounds = [self._ask(engine, adapters, is_known) for is_known in (False, True)]
             limit = engine.get_model_info().max_model_len
@@ -142,8 +144,9 @@ class _Comparison:
 
     def _save_adapter(self, path: Path, kind: str, targets: Sequence[str] | str) -> None:
         rank = _RANKS[kind]
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets,
-                            use_rslora=kind == "feed-forward")  # fmt: skip
+        config = LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules=targets, use_rslora=kind == "feed-forward"
+        )
         adapted = get_peft_model(copy.deepcopy(self._model), config)
         generator = torch.Generator().manual_seed(rank)
         with torch.no_grad():
@@ -168,8 +171,9 @@ class _Comparison:
         rng = random.Random(7)  # noqa: S311 - test data
         longest = engine.get_model_info().max_model_len - _ANSWER_TOKENS
         names = [name for _ in _PROMPT_TOKENS for name in (None, *adapters)]
-        lengths = [min(num, longest - i % 3)
-                   for i, num in enumerate(_PROMPT_TOKENS) for _ in (None, *adapters)]  # fmt: skip
+        lengths = [
+            min(num, longest - i % 3) for i, num in enumerate(_PROMPT_TOKENS) for _ in (None, *adapters)
+        ]
         prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(num)] for num in lengths]
         loras = [name and LoRARequest(name, 1, str(self._directory / name)) for name in names]
         try:

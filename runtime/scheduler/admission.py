@@ -92,9 +92,7 @@ class Admission:
         request.found.num_known_prefix_tokens = num_blocks * self._config.block_size
         if self._forecast is not None:
             state = self._memory.adapter_state(request.adapter_id)
-            self._forecast.arrived(
-                request, now_s, is_on_device=state is not AdapterState.ABSENT
-            )  # fmt: skip
+            self._forecast.arrived(request, now_s, is_on_device=state is not AdapterState.ABSENT)
 
     def _has_slot(self) -> bool:
         """Whether one more request may run.
@@ -156,9 +154,7 @@ class Admission:
         max_tokens = draft.cold_tokens_in_time(request)
         if not max_tokens:
             return
-        chunk = self._cold_starts.next_chunk(
-            request, max_tokens, len(self._running) - 1, draft.rows, now_s
-        )
+        chunk = self._cold_starts.next_chunk(request, max_tokens, len(self._running) - 1, draft.rows, now_s)
         if chunk is not None:
             draft.add_cold_chunk(request, chunk)
 

@@ -69,9 +69,10 @@ class Continuation:
     def _grow_running(self, draft: StepDraft, now_s: float) -> bool:
         """Allocate the blocks that known tokens need; False if memory was short."""
         short = [
-            r for r in self._running.requests
+            r
+            for r in self._running.requests
             if r.num_allocated_tokens < r.num_known_tokens < r.max_total_tokens  # else it ends
-        ]  # fmt: skip
+        ]
         if len(short) > 1:
             self._running.reclaim_for(short)  # one by one takes twice as long
         has_room = True
@@ -99,9 +100,7 @@ class Continuation:
                 has_preempted = True
         return False
 
-    def _preempt(
-        self, request: Request, cause: PreemptionCause, draft: StepDraft, now_s: float
-    ) -> None:
+    def _preempt(self, request: Request, cause: PreemptionCause, draft: StepDraft, now_s: float) -> None:
         """Preempt a running request: it waits, keeps its tokens and is recomputed."""
         draft.drop_blocks(request)
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
@@ -146,9 +145,7 @@ class Continuation:
         max_tokens = draft.cold_tokens_in_time(request)
         if not max_tokens:
             return
-        chunk = self._cold_starts.next_chunk(
-            request, max_tokens, len(self._running) - 1, draft.rows, now_s
-        )
+        chunk = self._cold_starts.next_chunk(request, max_tokens, len(self._running) - 1, draft.rows, now_s)
         if chunk is not None:
             draft.add_cold_chunk(request, chunk)
 

@@ -24,9 +24,7 @@ class DecodeGap:
     a profile they are learned from steps, and there is no bound until one has been measured.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, times: StepTimes | None, pace: StepPace | None
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, times: StepTimes | None, pace: StepPace | None) -> None:
         """``times`` and ``pace``: those of the scheduler. Without both there is no bound."""
         self._max_gap_s = config.max_decode_gap_s
         self._max_tokens = config.max_num_batched_tokens
@@ -36,9 +34,7 @@ class DecodeGap:
         self._efficient_tokens: dict[int, int] = {}  # by the bytes of adapters
         self.bound_s = 0.0  # of the last step that had one
 
-    def max_tokens(
-        self, rows: StepRows, request: Request, num_tokens: int, *, is_cold: bool
-    ) -> int:
+    def max_tokens(self, rows: StepRows, request: Request, num_tokens: int, *, is_cold: bool) -> int:
         """Return how many of the next ``num_tokens`` tokens of ``request`` may join ``rows``.
 
         O(rows + log(tokens)).
@@ -73,9 +69,7 @@ class DecodeGap:
         """Measured over predicted time of the last steps."""
         return 1.0 if self._pace is None else self._pace.measured_over_predicted
 
-    def _most_tokens(
-        self, step: "_StepCosts", request: Request, tokens: range, aim_s: float
-    ) -> int:
+    def _most_tokens(self, step: "_StepCosts", request: Request, tokens: range, aim_s: float) -> int:
         """Return the largest of ``tokens`` with which the step takes at most ``aim_s``.
 
         It is the smallest of them plus whole blocks, and the smallest even if that takes longer.
@@ -151,17 +145,14 @@ def _is_awaited(rows: StepRows) -> bool:
     return bool(rows.decodes) or any(request.num_output_tokens for request, _ in rows.chunks)
 
 
-def _prefill_s(
-    model: MachineModel, num_tokens: int, chunk_tokens: int, adapter_bytes: int
-) -> float:
+def _prefill_s(model: MachineModel, num_tokens: int, chunk_tokens: int, adapter_bytes: int) -> float:
     """Return the time of a prompt alone, in chunks."""
     return sum(
         _step_s(
-            model, 1,
-            row_costs(model, (min(chunk_tokens, num_tokens - start),), (start,), (adapter_bytes,)),
+            model, 1, row_costs(model, (min(chunk_tokens, num_tokens - start),), (start,), (adapter_bytes,))
         )
         for start in range(0, num_tokens, chunk_tokens)
-    )  # fmt: skip
+    )
 
 
 def _costs(model: MachineModel, rows: list[tuple[Request, int]]) -> RowCosts:

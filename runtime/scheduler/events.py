@@ -100,9 +100,7 @@ class SchedulerCounters:
         return self.preemptions.total()
 
 
-def finish_reason_of(
-    request: Request, token_id: int, eos_token_ids: frozenset[int]
-) -> FinishReason | None:
+def finish_reason_of(request: Request, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
     """Return why ``token_id``, the last output token, ends ``request``; None = it does not.
 
     End and stop tokens among the first ``min_tokens`` do not count. The sampler draws none there.

@@ -37,9 +37,13 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "max_num_batched_tokens", "max_num_seqs", "max_model_len", "block_size",
-            "max_assisted_tokens_per_step", "max_assisted_rows_per_step",
-        ):  # fmt: skip
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_model_len",
+            "block_size",
+            "max_assisted_tokens_per_step",
+            "max_assisted_rows_per_step",
+        ):
             value = getattr(self, name)
             if value < 1:
                 flag = "--" + name.replace("_", "-")
@@ -62,9 +66,13 @@ def max_total_tokens(request: Request, config: SchedulerConfig, memory: DeviceMe
 
 
 def check_pin(
-    num_bytes: int, pinned_bytes: int, other_bytes: int, open_requests: Iterable[Request],
-    config: SchedulerConfig, memory: DeviceMemory,
-) -> None:  # fmt: skip
+    num_bytes: int,
+    pinned_bytes: int,
+    other_bytes: int,
+    open_requests: Iterable[Request],
+    config: SchedulerConfig,
+    memory: DeviceMemory,
+) -> None:
     """Raise ``RequestError`` unless ``num_bytes`` more may be pinned.
 
     Pinned adapters are never evicted. So the rest of the memory must hold a request of the full
@@ -79,8 +87,7 @@ def check_pin(
     else:
         capacity_bytes = memory.capacity_bytes
         open_bytes = [
-            blocks_for(one.max_total_tokens - 1, config.block_size) * block_bytes
-            + one.adapter_bytes
+            blocks_for(one.max_total_tokens - 1, config.block_size) * block_bytes + one.adapter_bytes
             for one in open_requests
         ]
         needed_bytes = max([full_bytes + other_bytes, *open_bytes])
@@ -98,9 +105,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def _check_memory(
-    request: Request, total_tokens: int, config: SchedulerConfig, memory: DeviceMemory
-) -> None:
+def _check_memory(request: Request, total_tokens: int, config: SchedulerConfig, memory: DeviceMemory) -> None:
     """Raise ``RequestError`` unless the request fits the device alone."""
     num_blocks = blocks_for(total_tokens - 1, config.block_size)  # the last token needs no KV
     if memory.can_ever_hold(num_blocks, request.adapter_bytes, request.adapter_id):

@@ -110,9 +110,7 @@ class OraclePredictor:
     is not defined.
     """
 
-    def __init__(
-        self, output_tokens: Mapping[RequestId, int], accuracy: float, rng: random.Random
-    ) -> None:
+    def __init__(self, output_tokens: Mapping[RequestId, int], accuracy: float, rng: random.Random) -> None:
         """``output_tokens``: of all requests to come. Raises ``ConfigError``."""
         if not 0.0 <= accuracy <= 1.0:
             raise ConfigError(f"the accuracy of the oracle is {accuracy}, must be from 0 to 1")

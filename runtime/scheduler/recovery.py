@@ -45,9 +45,7 @@ class Recovery:
     def __bool__(self) -> bool:
         return bool(self._separated)
 
-    def may_retry(
-        self, request: Request, start: int, cause: RetryCause | None, *, was_alone: bool
-    ) -> bool:
+    def may_retry(self, request: Request, start: int, cause: RetryCause | None, *, was_alone: bool) -> bool:
         """Record that a row starting at ``start`` has no result. False = its request fails.
 
         ``was_alone``: its sub-batch had no other rows.
@@ -73,8 +71,9 @@ class Recovery:
             _LOG.warning(
                 "the device has too little memory for %d tokens in one step; from now on a step "
                 "has at most %d. A lower --max-num-seqs or --max-num-batched-tokens avoids this",
-                num_tokens, self.max_tokens,
-            )  # fmt: skip
+                num_tokens,
+                self.max_tokens,
+            )
 
     def discard(self, request_id: RequestId) -> None:
         """Drop the record of a request: a row was computed, or the request has ended."""
@@ -83,9 +82,7 @@ class Recovery:
     def goes_alone(self, request: Request, *, is_cold: bool) -> bool:
         """Whether the request's next row must have a sub-batch of its own."""
         separation = self._separated.get(request.request_id)
-        return separation is _Separation.FROM_ALL or (
-            is_cold and separation is _Separation.FROM_COLD
-        )
+        return separation is _Separation.FROM_ALL or (is_cold and separation is _Separation.FROM_COLD)
 
     def avoids_cold_rows(self, request: Request) -> bool:
         """Whether the sub-batch of the request's next row must not have cold rows."""

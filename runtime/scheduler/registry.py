@@ -15,9 +15,7 @@ _CORE: Mapping[str, Callable[[PolicyFacts], SchedulerPolicy]] = {
 SCHEDULER_POLICIES = (*_CORE, "chameleon", "chameleon-paper", "output-only")
 
 
-def policy_maker(
-    text: str, flag: str = "--scheduling-policy"
-) -> Callable[[PolicyFacts], SchedulerPolicy]:
+def policy_maker(text: str, flag: str = "--scheduling-policy") -> Callable[[PolicyFacts], SchedulerPolicy]:
     """Return what makes the policy of ``text``: NAME or NAME:KEY=NUMBER,KEY=NUMBER.
 
     Raises ``ConfigError`` that names ``flag`` for an unknown name or a wrong option.

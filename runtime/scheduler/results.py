@@ -20,9 +20,12 @@ class ResultReader:
     """
 
     def __init__(
-        self, eos_token_ids: frozenset[int], running: RunningSet, recovery: Recovery,
+        self,
+        eos_token_ids: frozenset[int],
+        running: RunningSet,
+        recovery: Recovery,
         counters: SchedulerCounters,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``running``: records returned rows. ``recovery``: records rows without a result."""
         self._eos_token_ids = eos_token_ids
         self._running = running
@@ -99,9 +102,13 @@ class ResultReader:
         is_end = token_id in self._eos_token_ids or token_id in request.sampling.stop_token_ids
         stop_token_id = token_id if is_end and reason is FinishReason.STOP else None
         return RequestEvent(
-            request.request_id, result.token_ids[:num_tokens], result.logprobs, reason,
-            stop_token_id, prompt_logprobs=result.prompt_logprobs,
-        )  # fmt: skip
+            request.request_id,
+            result.token_ids[:num_tokens],
+            result.logprobs,
+            reason,
+            stop_token_id,
+            prompt_logprobs=result.prompt_logprobs,
+        )
 
     def _count_prompt(self, request: Request, end: int) -> None:
         """Count prompt tokens before position ``end``, each once."""
@@ -116,9 +123,13 @@ def _rows(step: InFlightStep) -> Iterator[_Row]:
     """Yield the rows of a step with their requests."""
     for batch, requests in zip(step.plan.sub_batches, step.rows, strict=True):
         yield from zip(
-            requests, batch.start_positions, batch.num_tokens, batch.samples,
-            (len(requests) == 1,) * len(requests), strict=True,
-        )  # fmt: skip
+            requests,
+            batch.start_positions,
+            batch.num_tokens,
+            batch.samples,
+            (len(requests) == 1,) * len(requests),
+            strict=True,
+        )
 
 
 def _num_tokens_beside(step: InFlightStep, request_id: RequestId) -> int:

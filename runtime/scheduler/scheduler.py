@@ -92,9 +92,7 @@ class Scheduler:
         self.waiting = self._admission.waiting  # sums over requests
         self._queue_time = QueueTime(config.max_queue_s)
         self._recovery = Recovery(config.max_num_batched_tokens)
-        self._results = ResultReader(
-            frozenset(eos_token_ids), self._running, self._recovery, self.counters
-        )
+        self._results = ResultReader(frozenset(eos_token_ids), self._running, self._recovery, self.counters)
         self._requests: dict[RequestId, Request] = {}  # those that have not ended
         self._in_flight: dict[StepId, InFlightStep] = {}  # oldest first
         self._ended_requests: list[RequestId] = []  # for the next plan
@@ -178,18 +176,14 @@ class Scheduler:
         if self.forecast is not None:
             self.forecast.discard(adapter_id)
 
-    def check_pin(
-        self, num_bytes: int, other_bytes: int = 0, replaced: AdapterId | None = None
-    ) -> None:
+    def check_pin(self, num_bytes: int, other_bytes: int = 0, replaced: AdapterId | None = None) -> None:
         """Raise ``RequestError`` unless an adapter of ``num_bytes`` may be pinned.
 
         ``other_bytes``: size of the largest adapter that a request may need at the same time.
         ``replaced``: a version that will be unpinned.
         """
         pinned_bytes = self.memory.pins.num_bytes(without=replaced)
-        check_pin(
-            num_bytes, pinned_bytes, other_bytes, self._requests.values(), self.config, self.memory
-        )
+        check_pin(num_bytes, pinned_bytes, other_bytes, self._requests.values(), self.config, self.memory)
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed or transferred now.
@@ -297,9 +291,7 @@ class Scheduler:
         if request.num_predicted_output_tokens < 1:  # else the client gave one
             request.num_predicted_output_tokens = self._predictor.predict(request)
         most_tokens = request.max_total_tokens - request.num_prompt_tokens
-        request.num_predicted_output_tokens = min(
-            max(1, request.num_predicted_output_tokens), most_tokens
-        )
+        request.num_predicted_output_tokens = min(max(1, request.num_predicted_output_tokens), most_tokens)
 
     def _enqueue(self, request: Request, now_s: float) -> None:
         """Add a request to the waiting ones."""
@@ -341,7 +333,7 @@ class Scheduler:
                 num_preemptions=request.tally.num_preemptions,
                 num_squashes=request.tally.num_squashes,
                 timing=self.timelines.end(event.request_id, now_s),
-            )  # fmt: skip
+            )
         elif is_first:
             event = event._replace(timing=self.timelines.end(event.request_id, now_s))
         if not is_first:

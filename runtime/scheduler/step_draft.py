@@ -35,9 +35,15 @@ class StepDraft:
     """Rows, block updates and new requests of the next step."""
 
     __slots__ = (
-        "_block_updates", "_gap", "_new_requests", "_num_free_cold_rows", "_num_free_cold_tokens",
-        "_recovery", "num_free_tokens", "rows",
-    )  # fmt: skip
+        "_block_updates",
+        "_gap",
+        "_new_requests",
+        "_num_free_cold_rows",
+        "_num_free_cold_tokens",
+        "_recovery",
+        "num_free_tokens",
+        "rows",
+    )
 
     def __init__(self, config: SchedulerConfig, recovery: Recovery, gap: DecodeGap) -> None:
         """``config`` limits the step, and ``gap`` its prompt tokens beside decode rows.
@@ -111,9 +117,7 @@ class StepDraft:
             return
         request.is_announced = True
         self._new_requests.append(
-            NewRequest(
-                request.request_id, request.prompt_token_ids, request.sampling, request.adapter_id
-            )
+            NewRequest(request.request_id, request.prompt_token_ids, request.sampling, request.adapter_id)
         )
 
     def append_blocks(self, request: Request, first_index: int) -> None:
@@ -127,9 +131,8 @@ class StepDraft:
         self._block_updates.pop(request.request_id, None)
 
     def build(
-        self, step_id: StepId, now_s: float, commands: MemoryCommands,
-        ended_requests: tuple[RequestId, ...],
-    ) -> InFlightStep | None:  # fmt: skip
+        self, step_id: StepId, now_s: float, commands: MemoryCommands, ended_requests: tuple[RequestId, ...]
+    ) -> InFlightStep | None:
         """Build the plan, and advance the requests by its rows. None if there is nothing to do."""
         decodes, passes = self._lay_out()
         if not (decodes or passes or any(commands) or self._block_updates):
@@ -163,8 +166,7 @@ class StepDraft:
         decodes = self.rows.decodes
         warm: list[_Row] = [(request, number, 0) for request, number in self.rows.chunks]
         cold: list[_Row] = [
-            (request, chunk.num_tokens, chunk.split_layer)
-            for request, chunk in self.rows.cold_chunks
+            (request, chunk.num_tokens, chunk.split_layer) for request, chunk in self.rows.cold_chunks
         ]
         separate: list[_Pass] = []
         if self._recovery:

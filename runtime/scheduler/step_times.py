@@ -58,9 +58,7 @@ class ProfiledTimes:
         starts = range(0, num_tokens, self._max_step_tokens)
         chunk_tokens = self._max_step_tokens
         return sum(
-            forward_s(
-                self._model, (min(chunk_tokens, num_tokens - start),), (start,), (adapter_bytes,)
-            )
+            forward_s(self._model, (min(chunk_tokens, num_tokens - start),), (start,), (adapter_bytes,))
             for start in starts
         )
 
@@ -112,13 +110,12 @@ class LearnedTimes:
             groups=(),
             invocation_s=0.0,
             lora=LoraModel(
-                decode_s_per_byte=0.0, decode_fixed_s=0.0, prefill_s_per_token_byte=0.0,
-                prefill_fixed_s=0.0,
+                decode_s_per_byte=0.0, decode_fixed_s=0.0, prefill_s_per_token_byte=0.0, prefill_fixed_s=0.0
             ),
             link=LinkModel(bytes_per_s=_NO_LINK_BYTES_PER_S, latency_s=0.0),
             num_workers=0,
             tokens_per_worker=0,
-        )  # fmt: skip
+        )
 
     def _at(self, num_tokens: int) -> float:
         curve = self._steps()
@@ -144,9 +141,7 @@ class StepPace:
         """The ratio; 1 before the first measurement."""
         return self._measured_s / self._predicted_s if self._predicted_s > 0.0 else 1.0
 
-    def step_ended(
-        self, plan: StepPlan, rows: Sequence[Sequence[Request]], duration_s: float
-    ) -> None:
+    def step_ended(self, plan: StepPlan, rows: Sequence[Sequence[Request]], duration_s: float) -> None:
         """Include a step. ``rows``: requests of its sub-batches. O(rows).
 
         Steps that wait for workers or loads are ignored.
@@ -162,7 +157,5 @@ class StepPace:
         step_s = model.host_step_s + model.turn_s + model.turn_row_s * num_rows
         for batch, requests in zip(plan.sub_batches, rows, strict=True):
             adapter_bytes = [request.adapter_bytes for request in requests]
-            step_s += pass_s(
-                model, row_costs(model, batch.num_tokens, batch.start_positions, adapter_bytes)
-            )
+            step_s += pass_s(model, row_costs(model, batch.num_tokens, batch.start_positions, adapter_bytes))
         return step_s

@@ -31,9 +31,7 @@ _WORDS = {
 }
 _NUM_SHOWN = 2
 # Reasons for waiting that more memory and more slots would not change.
-_DEFERRED = (
-    TimePart.POLICY_LIMIT, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN
-)  # fmt: skip
+_DEFERRED = (TimePart.POLICY_LIMIT, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN)
 
 
 def describe(timing: TimeParts) -> str:
@@ -113,9 +111,7 @@ class Timelines:
             timeline.num_in_the_way[part] = num_running
         timeline.waits(part, now_s)
 
-    def preempted(
-        self, request: Request, cause: PreemptionCause, num_running: int, now_s: float
-    ) -> None:
+    def preempted(self, request: Request, cause: PreemptionCause, num_running: int, now_s: float) -> None:
         """Record that a request was preempted, and waits again."""
         self._running.pop(request.request_id, None)
         short = cause is PreemptionCause.KV_MEMORY
@@ -158,9 +154,11 @@ class Timelines:
             self.total_s[part] = self.total_s.get(part, 0.0) + seconds
         request = timeline.request
         return TimeParts(
-            timeline.parts, timeline.num_in_the_way, request.num_predicted_output_tokens,
+            timeline.parts,
+            timeline.num_in_the_way,
+            request.num_predicted_output_tokens,
             request.adapter_version,
-        )  # fmt: skip
+        )
 
     def num_deferred(self) -> int:
         """Return how many wait for a load, a copy or a limit. O(requests without a first token)."""

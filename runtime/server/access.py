@@ -96,9 +96,7 @@ class Access:
                 "the header Authorization: Bearer KEY is missing or wrong (--api-key, --admin-key)"
             )
         if is_change and not is_admin:
-            raise AdminKeyNeededError(
-                "changing adapters needs an administrator's key (--admin-key)"
-            )
+            raise AdminKeyNeededError("changing adapters needs an administrator's key (--admin-key)")
         return is_admin
 
 

@@ -27,8 +27,7 @@ class Page:
         wanted = [
             one
             for one in sorted(adapters, key=lambda one: one.name)
-            if (self.after is None or one.name > self.after)
-            and self.level in (None, one.residency.level)
+            if (self.after is None or one.name > self.after) and self.level in (None, one.residency.level)
         ]
         return wanted[: self.limit], len(wanted) > self.limit
 

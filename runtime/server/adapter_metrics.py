@@ -98,23 +98,25 @@ def adapter_families(
     yield families.info(
         "lora_requests_info",
         "Adapters of running and waiting requests; the value is the Unix time.",
-        labels, time.time(),
-    )  # fmt: skip
+        labels,
+        time.time(),
+    )
     adapters = tuple(adapters)
     yield families.gauge(
-        "max_gpu_lora_adapters", "Adapters that fit on the device with the running requests.",
+        "max_gpu_lora_adapters",
+        "Adapters that fit on the device with the running requests.",
         num_fitting(adapters, stats.adapter_room_bytes),
-    )  # fmt: skip
+    )
     yield families.gauge(
         "lora_dir_unreadable_entries",
         "Entries of --lora-dir that cannot be read; their adapters stay as they are.",
         stats.num_unreadable_adapters,
-    )  # fmt: skip
+    )
     yield families.gauge(
         "lora_dir_unseen_seconds",
         "Seconds since --lora-dir was last looked at; 0 if they are fewer than 30.",
         stats.lora_dir_unseen_s,
-    )  # fmt: skip
+    )
     loaded = [one for one in adapters if one.state in (READY, DRAINING)]
     by_level = Counter(one.residency.level for one in loaded)
     for level in LEVELS:
@@ -128,12 +130,13 @@ def _loaded(families: Families, loaded: Sequence[AdapterInfo]) -> Metric:
     ranked = sorted(loaded, key=lambda one: (LEVELS.index(one.residency.level), one.name))
     shown, others = ranked[:MAX_ADAPTER_SERIES], ranked[MAX_ADAPTER_SERIES:]
     samples = [
-        ((one.name, one.residency.level, str(one.pinned).lower(), str(one.rank)), 1.0)
-        for one in shown
+        ((one.name, one.residency.level, str(one.pinned).lower(), str(one.rank)), 1.0) for one in shown
     ]
     by_level = Counter(one.residency.level for one in others)
     samples += [((OTHER, level, "", ""), float(number)) for level, number in by_level.items()]
     return families.gauges(
-        "lora_adapter_loaded", f"Adapters by level, {MAX_ADAPTER_SERIES} by name.",
-        ("adapter_name", "level", "pinned", "rank"), samples,
-    )  # fmt: skip
+        "lora_adapter_loaded",
+        f"Adapters by level, {MAX_ADAPTER_SERIES} by name.",
+        ("adapter_name", "level", "pinned", "rank"),
+        samples,
+    )

@@ -122,6 +122,5 @@ def _input(text: str) -> Mapping[str, Any]:
 def encoded_events(events: Iterable[AnthropicEvent]) -> bytes:
     """Return events as server-sent events."""
     return b"".join(
-        b"event: %b\ndata: %b\n\n" % (event.type.encode(), msgspec.json.encode(event))
-        for event in events
+        b"event: %b\ndata: %b\n\n" % (event.type.encode(), msgspec.json.encode(event)) for event in events
     )

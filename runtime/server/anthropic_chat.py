@@ -62,8 +62,7 @@ def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise NotServedError(
-            f'{path}.type is {show(tool["type"])}, only "custom" is served: this server runs no '
-            "tools",
+            f'{path}.type is {show(tool["type"])}, only "custom" is served: this server runs no tools',
             param=f"{path}.type",
         )
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
@@ -113,11 +112,13 @@ def _user(blocks: list[Any], path: str) -> list[dict[str, Any]]:
     for index, block in enumerate(blocks):
         at = f"{path}[{index}]"
         if isinstance(block, dict) and block.get("type") == "tool_result":
-            results.append({
-                "role": "tool",
-                "tool_call_id": string_of(block.get("tool_use_id"), f"{at}.tool_use_id"),
-                "content": _texts(block.get("content") or "", f"{at}.content"),
-            })  # fmt: skip
+            results.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": string_of(block.get("tool_use_id"), f"{at}.tool_use_id"),
+                    "content": _texts(block.get("content") or "", f"{at}.content"),
+                }
+            )
         else:
             texts.append(_text(block, at))
     return [*results, {"role": "user", "content": texts}] if texts or not results else results

@@ -94,39 +94,39 @@ class AnthropicRequest(RequestModel):
             },
             refused={},
         ),
-        "output_config": FieldTable(
-            served=tuple(OutputOptions.model_fields), accepted={}, refused={}
-        ),
+        "output_config": FieldTable(served=tuple(OutputOptions.model_fields), accepted={}, refused={}),
     }
 
     messages: Annotated[
         list[Any],
-        WithJsonSchema({
-            "description": "Messages of user and assistant; a content is a text or blocks.",
-            "type": "array", "minItems": 1,
-            "items": {
-                "type": "object", "required": ["role", "content"],
-                "properties": {"role": {"enum": ["user", "assistant"]}},
-            },
-        }),
-    ]  # fmt: skip
+        WithJsonSchema(
+            {
+                "description": "Messages of user and assistant; a content is a text or blocks.",
+                "type": "array",
+                "minItems": 1,
+                "items": {
+                    "type": "object",
+                    "required": ["role", "content"],
+                    "properties": {"role": {"enum": ["user", "assistant"]}},
+                },
+            }
+        ),
+    ]
     model: str | None = given(
         "An adapter's name, base:adapter, or a name of the base model; default: the base model."
     )
     lora: list[LoraPart] | None = LORA_FIELD
     system: Annotated[
         Any,
-        WithJsonSchema({"anyOf": [
-            {"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"},
-        ]}),
-    ] = given("The system message, a text or text blocks.")  # fmt: skip
+        WithJsonSchema(
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+        ),
+    ] = given("The system message, a text or text blocks.")
     max_tokens: int | None = given("Most tokens of the answer; default: what fits.")
     stop_sequences: list[str] | None = given("Texts that end the answer; it is cut before them.")
     stream: bool | None = given("Answer with server-sent events.")
     temperature: float | None = given("0 is greedy; default, also of the next two: the model's.")
-    top_p: float | None = given(
-        "Sample from the most likely tokens that together have this probability."
-    )
+    top_p: float | None = given("Sample from the most likely tokens that together have this probability.")
     top_k: int | None = given("Sample from this many of the most likely tokens; 0 or -1 = all.")
     tools: list[dict[str, Any]] | None = given("Functions that the model may call.")
     tool_choice: dict[str, Any] | None = given("type auto, any, none, or tool with a name.")

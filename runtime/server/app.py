@@ -63,8 +63,10 @@ class AnthropicEndpoint(TranslatedEndpoint):
         reason, sequence = _stop_of(choice, blocks)
         return msgspec.structs.replace(
             _message(request, usage_of(run.latest for run in runs)),
-            content=blocks.blocks, stop_reason=reason, stop_sequence=sequence,
-        )  # fmt: skip
+            content=blocks.blocks,
+            stop_reason=reason,
+            stop_sequence=sequence,
+        )
 
 
 class _MessageEvents(StreamEncoder):
@@ -160,9 +162,7 @@ def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route
     ]
     for prefix in ("/v1", ""):
         routes.append(Route(f"{prefix}/load_lora_adapter", guarded(lora.load), methods=["POST"]))
-        routes.append(
-            Route(f"{prefix}/unload_lora_adapter", guarded(lora.unload), methods=["POST"])
-        )
+        routes.append(Route(f"{prefix}/unload_lora_adapter", guarded(lora.unload), methods=["POST"]))
     return routes
 
 

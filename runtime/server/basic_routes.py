@@ -14,15 +14,7 @@ from ..frontend.template_time import render_in_time
 from ..frontend.text_queue import begin_flow
 from ..frontend.tokenizer import check_token_ids
 from ..limits import tokenize_limit
-from .answers import (
-    DetokenizedText,
-    Health,
-    ModelCard,
-    ModelList,
-    Readiness,
-    Tokens,
-    Version,
-)
+from .answers import DetokenizedText, Health, ModelCard, ModelList, Readiness, Tokens, Version
 from .body import HeldBody, RequestModel, given, is_large, parse_body, read_body
 from .chat_messages import ConversationFields
 from .errors import HttpError, error_response
@@ -127,9 +119,7 @@ class BasicRoutes:
             text = await render_in_time(render, limits.template, is_large=is_large(content))
             add_special_tokens = bool(body.add_special_tokens)
         limit = tokenize_limit(limits.max_tokenize_tokens, param)
-        tokens = await tokenizer.encode_async(
-            text, add_special_tokens=add_special_tokens, limit=limit
-        )
+        tokens = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens, limit=limit)
         if len(tokens) > limit.max_tokens:
             raise limit.error()
         max_model_len = self._state.engine.get_model_info().max_model_len
@@ -149,9 +139,7 @@ class BasicRoutes:
         # With special tokens, so that tokenizing the text without added ones gives the same tokens.
         return json_response(DetokenizedText(await conventions.tokenizer.decode_async(tokens)))
 
-    async def _answer(
-        self, request: Request, answer: Callable[[bytes], Awaitable[Response]]
-    ) -> Response:
+    async def _answer(self, request: Request, answer: Callable[[bytes], Awaitable[Response]]) -> Response:
         """Read the body, and answer it until the client leaves."""
         begin_flow()
         state = self._state

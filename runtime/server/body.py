@@ -110,9 +110,7 @@ class HeldBody:
         self.release()
 
 
-async def read_body(
-    scope: Scope, receive: Receive, max_bytes: int, held: HeldBody | None = None
-) -> bytes:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, held: HeldBody | None = None) -> bytes:
     """Return the whole body, which takes room in ``held``, if that is given.
 
     Raises ``HttpError`` 413 beyond ``max_bytes``, ``OverloadedError`` if too many large bodies are
@@ -152,8 +150,7 @@ def _declared_length(headers: Mapping[bytes, bytes]) -> int | None:
 def _too_large(num_bytes: int, max_bytes: int) -> HttpError:
     return HttpError(
         413,
-        f"the body has {num_bytes} bytes or more, at most {max_bytes} are accepted "
-        "(--max-body-mib)",
+        f"the body has {num_bytes} bytes or more, at most {max_bytes} are accepted (--max-body-mib)",
         code="body_too_large",
     )
 
@@ -202,9 +199,7 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     except ValueError as exc:
         raise HttpError(400, f"the body is {_json_fault(body, exc)}", code="invalid_json") from None
     if not isinstance(data, dict):
-        raise HttpError(
-            400, f"the body is {kind_of(data)}, a JSON object is expected", code="invalid_json"
-        )
+        raise HttpError(400, f"the body is {kind_of(data)}, a JSON object is expected", code="invalid_json")
     return data
 
 

@@ -63,8 +63,7 @@ def check_body(data: dict[str, Any], limits: HttpLimits) -> None:
             break
     if level:
         raise RequestError(
-            f"the body is more than {limits.max_json_depth} objects and arrays deep "
-            "(--max-json-depth)"
+            f"the body is more than {limits.max_json_depth} objects and arrays deep (--max-json-depth)"
         )
     check_fields(data, limits)
 
@@ -82,8 +81,7 @@ def _check_messages(name: str, value: object, limits: HttpLimits) -> None:
         return
     if len(value) > limits.max_messages:
         raise RequestError(
-            f"{name} has {len(value)} items, at most {limits.max_messages} are served "
-            "(--max-messages)",
+            f"{name} has {len(value)} items, at most {limits.max_messages} are served (--max-messages)",
             param=name,
         )
     num_parts = sum(
@@ -109,9 +107,7 @@ def _check_biases(name: str, value: object, limits: HttpLimits) -> None:
 def _check_stops(name: str, value: object, limits: HttpLimits) -> None:
     stops = [value] if isinstance(value, str) else value
     if isinstance(stops, list):
-        check_stops(
-            stops, max_stop_strings=limits.max_stop_strings, max_stop_bytes=limits.max_stop_bytes
-        )
+        check_stops(stops, max_stop_strings=limits.max_stop_strings, max_stop_bytes=limits.max_stop_bytes)
 
 
 def _check_bad_words(name: str, value: object, limits: HttpLimits) -> None:

@@ -77,9 +77,7 @@ class ChatEndpoint(GenerationEndpoint):
         record.read(request.model, stream=bool(request.stream))
         return await self._parsed(request, record.request_id, is_large=is_large(body))
 
-    async def _parsed(
-        self, request: ChatRequest, request_id: str, *, is_large: bool
-    ) -> ParsedRequest:
+    async def _parsed(self, request: ChatRequest, request_id: str, *, is_large: bool) -> ParsedRequest:
         """Check a body that has been read. Raises ``RequestError``."""
         request.check_stream_options()
         request.check_scores()
@@ -92,10 +90,11 @@ class ChatEndpoint(GenerationEndpoint):
         )
         self.check_num_sequences(1, sampling.n)
         reader = AnswerReader(
-            request.offered_tools(), is_live=bool(request.stream),
+            request.offered_tools(),
+            is_live=bool(request.stream),
             splits_reasoning=request.separate_reasoning is not False,
             shows_reasoning=request.include_reasoning is not False,
-        )  # fmt: skip
+        )
         object_name = _CHUNK_OBJECT if request.stream else _OBJECT
         return ParsedRequest(
             body=request,
@@ -107,28 +106,30 @@ class ChatEndpoint(GenerationEndpoint):
         )
 
     async def _make_prompt(
-        self, request: ChatRequest, sampling: SamplingParams, reader: AnswerReader, is_large: bool,
+        self,
+        request: ChatRequest,
+        sampling: SamplingParams,
+        reader: AnswerReader,
+        is_large: bool,
         conventions: ConventionsPort,
-    ) -> MadePrompt:  # fmt: skip
+    ) -> MadePrompt:
         """Render the conversation. Raises ``RequestError``."""
         limits, variables = self.state.settings.limits, request.template_variables()
         if reader.tools is not None:
             variables["tools"] = reader.tools.definitions
-        render = partial(
-            request.render, conventions, request.messages, limits.max_json_items, variables
-        )
+        render = partial(request.render, conventions, request.messages, limits.max_json_items, variables)
         text = await render_in_time(render, limits.template, is_large=is_large)
         reader.check_prompt(text)
         tokenizer = conventions.tokenizer
         sampling = reader.begin(
-            text, sampling, conventions.templates(), tokenizer.mark_ids, tokenizer.hides,
-            tokenizer.token_text,
-        )  # fmt: skip
+            text, sampling, conventions.templates(), tokenizer.mark_ids, tokenizer.hides, tokenizer.token_text
+        )
         # The template has written the special tokens already, unless the request says otherwise.
         token_ids = await tokenizer.encode_async(
-            text, add_special_tokens=bool(request.add_special_tokens),
+            text,
+            add_special_tokens=bool(request.add_special_tokens),
             limit=text_limit(sampling, self.state.engine.get_model_info().max_model_len),
-        )  # fmt: skip
+        )
         return MadePrompt(token_ids, sampling)
 
     def stream_encoder(self, request: ParsedRequest) -> StreamEncoder:
@@ -145,9 +146,7 @@ class ChatEndpoint(GenerationEndpoint):
             index=choice.index,
             message=ChatMessage.of(answer),
             logprobs=_logprobs(choice.logprobs, request.sampling.logprobs),
-            finish_reason=request.answers.finish_reason(
-                choice.finish_reason, num_calls=len(answer.calls)
-            ),
+            finish_reason=request.answers.finish_reason(choice.finish_reason, num_calls=len(answer.calls)),
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if request.body.return_token_ids else msgspec.UNSET,
         )
@@ -199,20 +198,17 @@ class _ChatChunks(ChunkEncoder):
         if not (has_ended or (self._shows_tokens and choice.new_token_ids)):
             return events
         last = msgspec.structs.replace(
-            self._part(index, choice), delta=ChatDelta(),
-            finish_reason=self._reader.finish_reason(
-                choice.finish_reason, num_calls=self._num_calls[index]
-            ),
-        )  # fmt: skip
+            self._part(index, choice),
+            delta=ChatDelta(),
+            finish_reason=self._reader.finish_reason(choice.finish_reason, num_calls=self._num_calls[index]),
+        )
         return events + self._event(last)
 
     def _first_event(self, index: int, output: RequestOutput) -> bytes:
         first = ChatChunkChoice(index, ChatDelta("assistant", ""), None, None)
         if not self._with_token_ids:
             return self._event(first)
-        return self._event(
-            first, b',"prompt_token_ids":' + self._encode_json(output.prompt_token_ids)
-        )
+        return self._event(first, b',"prompt_token_ids":' + self._encode_json(output.prompt_token_ids))
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         before = b'{"index":%d,"delta":{"content":' % index

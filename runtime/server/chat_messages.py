@@ -16,9 +16,7 @@ from .message_schema import MESSAGE_STRINGS, ROLES
 
 # Occurs in no conversation: if it is missing in a rendered text, the template ignores the field.
 _OTHER_RESULT = "\x02other\x03"
-_OTHER_CALLS = [
-    {"type": "function", "id": "other", "function": {"name": _OTHER_RESULT, "arguments": {}}}
-]
+_OTHER_CALLS = [{"type": "function", "id": "other", "function": {"name": _OTHER_RESULT, "arguments": {}}}]
 
 # Arguments of the renderer itself; a request can set only the template's own variables.
 _RESERVED_ARGUMENTS = frozenset(
@@ -56,9 +54,12 @@ class ConversationFields(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = given("Variables of the chat template.")
 
     def render(
-        self, tokenizer: RendererPort, values: list[Any], max_json_items: int,
+        self,
+        tokenizer: RendererPort,
+        values: list[Any],
+        max_json_items: int,
         own_variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Render ``values``, the body's messages, with the chat template, and return the prompt.
 
         ``max_json_items``: of the arguments of a tool call. ``own_variables``: of the template,
@@ -73,8 +74,7 @@ class ConversationFields(RequestModel):
         for what, changed in _with_other_tools(messages):
             if _renders_as(text, tokenizer, changed, variables):
                 raise NotServedError(
-                    f"messages has {what}, which the model's chat template leaves out",
-                    param="messages",
+                    f"messages has {what}, which the model's chat template leaves out", param="messages"
                 )
         return text
 
@@ -87,21 +87,16 @@ class ConversationFields(RequestModel):
         if is_continued and self.add_generation_prompt:
             raise HttpError(
                 400,
-                "continue_final_message and add_generation_prompt are both true; set only one of "
-                "them",
+                "continue_final_message and add_generation_prompt are both true; set only one of them",
                 code="invalid_value",
                 param="continue_final_message",
             )
         variables["continue_final_message"] = is_continued
-        variables["add_generation_prompt"] = (
-            not is_continued and self.add_generation_prompt is not False
-        )
+        variables["add_generation_prompt"] = not is_continued and self.add_generation_prompt is not False
         return variables
 
 
-def _with_other_tools(
-    messages: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+def _with_other_tools(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
     """Yield variants of the messages, each changed in a part that not every template writes."""
     if any("tool_calls" in message for message in messages):
         changed = [
@@ -118,10 +113,7 @@ def _with_other_tools(
 
 
 def _renders_as(
-    text: str,
-    tokenizer: RendererPort,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
+    text: str, tokenizer: RendererPort, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> bool:
     try:
         return tokenizer.apply_chat_template(messages, **variables) == text
@@ -198,9 +190,7 @@ def _tool_call(value: object, path: str, max_json_items: int) -> dict[str, Any]:
         call["id"] = _string(value["id"], f"{path}.id")
     call["function"] = {
         "name": _string(function.get("name"), f"{path}.function.name"),
-        "arguments": _arguments(
-            function.get("arguments"), f"{path}.function.arguments", max_json_items
-        ),
+        "arguments": _arguments(function.get("arguments"), f"{path}.function.arguments", max_json_items),
     }
     return call
 
@@ -236,8 +226,7 @@ def _part(part: object, path: str) -> str:
     kind = part.get("type")
     if kind != "text":
         raise NotServedError(
-            f'{path}.type is {show(kind)}: this server takes text only ("text")',
-            param=f"{path}.type",
+            f'{path}.type is {show(kind)}: this server takes text only ("text")', param=f"{path}.type"
         )
     return _string(part.get("text"), f"{path}.text")
 

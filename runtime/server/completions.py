@@ -32,9 +32,7 @@ class CompletionRequest(GenerationFields):
     """One or several prompts, as text or as token ids."""
 
     prompt: PromptField
-    logprobs: int | None = given(
-        "Return the log-probability of each token and of this many alternatives."
-    )
+    logprobs: int | None = given("Return the log-probability of each token and of this many alternatives.")
     echo: bool | None = given("Begin each text with the prompt.")
 
     @property
@@ -140,9 +138,11 @@ class CompletionEndpoint(GenerationEndpoint):
         first = self.state.engine.tokenizer.token_text(output.prompt_token_ids[0])
         rest = completion_logprobs([*scores, *tokens], text_offset=len(first))
         return CompletionLogprobs(
-            [first, *rest.tokens], [None, *rest.token_logprobs], [None, *rest.top_logprobs],
+            [first, *rest.tokens],
+            [None, *rest.token_logprobs],
+            [None, *rest.top_logprobs],
             [0, *rest.text_offset],
-        )  # fmt: skip
+        )
 
     def _echo_of(self, output: RequestOutput, sampling: SamplingParams) -> str:
         """Return the text of the prompt: as given, or decoded if it was truncated or is tokens."""
@@ -170,9 +170,7 @@ class _CompletionChunks(ChunkEncoder):
         echo = self._echo_of(output, self._request.sampling) if self._request.echo else ""
         first = CompletionChoice(index, echo, None, None, None)
         if self._with_token_ids:
-            first = msgspec.structs.replace(
-                first, token_ids=(), prompt_token_ids=output.prompt_token_ids
-            )
+            first = msgspec.structs.replace(first, token_ids=(), prompt_token_ids=output.prompt_token_ids)
         return self._event(first)
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:

@@ -15,23 +15,14 @@ from typing import Any, Generic, TypeVar
 
 from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ..limits import HttpLimits
 from .errors import ErrorReply, HttpError, error_reply
 from .request_ids import HEADER, given_id, new_id
 
 SURPLUS = "corun.surplus"  # in the extensions of a request's scope: its connection is one too many
-GENERATING_PATHS = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-)
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _LONG_PATHS = (*GENERATING_PATHS, "/tokenize", "/detokenize")
 _MAX_HEAD_BYTES = 64 << 10
 _LINE_BYTES = 4  # of a header's line beside its name and value
@@ -387,15 +378,14 @@ def connection_class(limits: HttpLimits, num_ended: Counter[str]) -> type[Connec
         "num_ended": num_ended,
         "idle": IdleConnections[Connection](limits.max_idle_connections),
         "invalid_log": MinuteLog("refused %d requests that are not valid HTTP/1.1"),
-        "upgrade_log": MinuteLog(
-            "ignored the header Upgrade of %d requests: only HTTP/1.1 is served"
-        ),
+        "upgrade_log": MinuteLog("ignored the header Upgrade of %d requests: only HTTP/1.1 is served"),
         "unread_log": MinuteLog(
             "closed %d connections: their clients read less than %d bytes in %g s "
             "(--max-unsent-kib, --unsent-timeout-s)",
-            limits.max_unsent_bytes, limits.unsent_timeout_s,
+            limits.max_unsent_bytes,
+            limits.unsent_timeout_s,
         ),
-    }  # fmt: skip
+    }
     return type("ServerConnection", (Connection,), attributes)
 
 

@@ -188,9 +188,7 @@ class GenerationEndpoint(ABC):
         )
         await writer.end_events(last)
 
-    async def _answer_whole(
-        self, request: ParsedRequest, writer: ResponseWriter, record: OpenRecord
-    ) -> None:
+    async def _answer_whole(self, request: ParsedRequest, writer: ResponseWriter, record: OpenRecord) -> None:
         runs = record.begin(request)
         await self._generate(request, runs, None, writer)
         await writer.write_json(msgspec.json.encode(self.answer(request, runs)))
@@ -266,9 +264,7 @@ class GenerationEndpoint(ABC):
     def _timing_of(self, runs: Sequence[PromptRun]) -> Timing:
         """Return the timing of an HTTP request that ends now."""
         total_s = self.state.metrics.clock() - runs[0].started_s
-        first_s = min(
-            (run.first_token_s for run in runs if run.first_token_s is not None), default=total_s
-        )
+        first_s = min((run.first_token_s for run in runs if run.first_token_s is not None), default=total_s)
         starts = [
             None
             if choice.adapter_start is None

@@ -17,11 +17,13 @@ def engine_families(
     """Yield all families without names of adapters."""
     yield from _load(families, stats)
     yield families.info(
-        "cache_config_info", "The KV cache.",
+        "cache_config_info",
+        "The KV cache.",
         {"block_size": str(block_size), "num_gpu_blocks": str(stats.kv_blocks_total)},
-    )  # fmt: skip
+    )
     yield from _choices(families, info)
     yield from _memory(families, stats)
+    yield from _transfers(families, stats)
     yield from _prefixes(families, stats)
     yield from _scheduling(families, stats)
     yield from _totals(families, stats)
@@ -38,9 +40,7 @@ def _load(families: Families, stats: EngineStats) -> Iterator[Metric]:
         [(("capacity",), stats.num_waiting - num_deferred), (("deferred",), num_deferred)],
     )
     yield families.gauge(
-        "kv_cache_usage_perc",
-        "Share of KV blocks that requests hold; 1 means all.",
-        stats.kv_cache_usage,
+        "kv_cache_usage_perc", "Share of KV blocks that requests hold; 1 means all.", stats.kv_cache_usage
     )
     yield families.gauge(
         "decode_gap_bound_seconds",
@@ -54,9 +54,10 @@ def _load(families: Families, stats: EngineStats) -> Iterator[Metric]:
     threads = stats.threads
     yield families.gauge("cpu_threads", "Threads that compute on the CPU.", threads.num_threads)
     yield families.gauge(
-        "cpu_wait_share", "Recent share of runnable time in which these threads had no core.",
+        "cpu_wait_share",
+        "Recent share of runnable time in which these threads had no core.",
         threads.waited_share,
-    )  # fmt: skip
+    )
 
 
 def _choices(families: Families, info: ModelInfo) -> Iterator[Metric]:
@@ -67,9 +68,8 @@ def _choices(families: Families, info: ModelInfo) -> Iterator[Metric]:
         float(info.has_profile_failed),
     )
     yield families.info(
-        "device_info", "How the device synchronizes and copies with the host.",
-        info.device_choices,
-    )  # fmt: skip
+        "device_info", "How the device synchronizes and copies with the host.", info.device_choices
+    )
     yield families.gauges(
         "backend_info",
         "Backend of each operation; on a GPU, torch for LoRA or attention is slow.",
@@ -79,7 +79,7 @@ def _choices(families: Families, info: ModelInfo) -> Iterator[Metric]:
 
 
 def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
-    """Memory by level, copies over the link, and evictions."""
+    """Memory by level, and what is evicted when it runs short."""
     yield families.gauges(
         "memory_bytes",
         "Memory by level and kind. Bytes reserved for growth are also free or history.",
@@ -91,47 +91,58 @@ def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
         ],
     )
     yield families.gauge(
-        "memory_short", "1 while the machine runs short of memory and idle KV and adapters are "
-        "evicted.", float(stats.is_memory_short),
-    )  # fmt: skip
-    yield families.count(
-        "memory_given_way_bytes", "Idle KV and adapters evicted for that.",
-        stats.relieved_bytes,
-    )  # fmt: skip
-    yield families.gauge(
-        "invalid_kv_bytes", "KV on the device without its adapter.", stats.invalid_kv_bytes
+        "memory_short",
+        "1 while the machine runs short of memory and idle KV and adapters are evicted.",
+        float(stats.is_memory_short),
     )
+    yield families.count(
+        "memory_given_way_bytes", "Idle KV and adapters evicted for that.", stats.relieved_bytes
+    )
+    yield families.gauge("invalid_kv_bytes", "KV on the device without its adapter.", stats.invalid_kv_bytes)
+
+
+def _transfers(families: Families, stats: EngineStats) -> Iterator[Metric]:
+    """Copies over the link, loads, evictions and prefetches of adapters."""
     labels = ("direction", "kind")
     yield families.counts(
-        "link_bytes", "Bytes copied between host and device.", labels,
+        "link_bytes",
+        "Bytes copied between host and device.",
+        labels,
         [((one.direction, one.kind), one.num_bytes) for one in stats.link],
-    )  # fmt: skip
+    )
     yield families.counts(
-        "link_busy_seconds", "Seconds in which a copy was under way.", labels,
+        "link_busy_seconds",
+        "Seconds in which a copy was under way.",
+        labels,
         [((one.direction, one.kind), one.busy_s) for one in stats.link],
-    )  # fmt: skip
+    )
     yield families.counts(
-        "lora_adapter_evictions", "Evictions of adapters, by level and reason.",
+        "lora_adapter_evictions",
+        "Evictions of adapters, by level and reason.",
         ("level", "reason"),
         [
             ((level, reason), number)
             for level, reasons in stats.adapter_evictions.items()
             for reason, number in reasons.items()
         ],
-    )  # fmt: skip
+    )
     yield families.summary(
-        "lora_adapter_load_seconds", "Loads of adapters between levels.", "transition",
+        "lora_adapter_load_seconds",
+        "Loads of adapters between levels.",
+        "transition",
         {name: (loads.num_loads, loads.duration_s) for name, loads in stats.adapter_loads.items()},
-    )  # fmt: skip
+    )
     yield families.counts_by(
         "adapter_prefetches",
         "Prefetches of adapters, by whether a request used them.",
-        "outcome", {"hit": stats.num_prefetch_hits, "miss": stats.num_prefetch_misses},
-    )  # fmt: skip
+        "outcome",
+        {"hit": stats.num_prefetch_hits, "miss": stats.num_prefetch_misses},
+    )
     yield families.count(
-        "adapter_prefetch_wasted_bytes", "Bytes of prefetches that no request used.",
+        "adapter_prefetch_wasted_bytes",
+        "Bytes of prefetches that no request used.",
         stats.prefetch_missed_bytes,
-    )  # fmt: skip
+    )
 
 
 def _prefixes(families: Families, stats: EngineStats) -> Iterator[Metric]:
@@ -144,25 +155,22 @@ def _prefixes(families: Families, stats: EngineStats) -> Iterator[Metric]:
         "external_kv_transfer": num_copied,
     }
     yield families.counts_by(
-        "prompt_tokens_by_source", "Prompt tokens, by the source of their KV.",
-        "source", sources,
-    )  # fmt: skip
+        "prompt_tokens_by_source", "Prompt tokens, by the source of their KV.", "source", sources
+    )
     yield families.count(
         "prompt_tokens_cached", "Prompt tokens that were not computed.", num_found + num_copied
     )
     yield families.counts_by(
-        "prompt_tokens_cached_by_source", "Prompt tokens not computed, by the source of their KV.",
-        "source", {"device": num_found, "host": num_copied},
-    )  # fmt: skip
+        "prompt_tokens_cached_by_source",
+        "Prompt tokens not computed, by the source of their KV.",
+        "source",
+        {"device": num_found, "host": num_copied},
+    )
     num_sought = sum(sources.values())
-    yield families.count(
-        "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", num_sought
-    )  # fmt: skip
+    yield families.count("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", num_sought)
     yield families.count("prefix_cache_hits", "Prompt tokens with KV on the device.", num_found)
     yield families.count(
-        "external_prefix_cache_queries",
-        "Prompt tokens without KV on the device.",
-        num_sought - num_found,
+        "external_prefix_cache_queries", "Prompt tokens without KV on the device.", num_sought - num_found
     )
     yield families.count(
         "external_prefix_cache_hits", "Prompt tokens with KV copied from the host.", num_copied
@@ -170,45 +178,41 @@ def _prefixes(families: Families, stats: EngineStats) -> Iterator[Metric]:
 
 
 def _scheduling(families: Families, stats: EngineStats) -> Iterator[Metric]:
-    yield families.counts_by(
-        "num_preemptions", "Preempted requests, by cause.", "cause", stats.preemptions
-    )
+    yield families.counts_by("num_preemptions", "Preempted requests, by cause.", "cause", stats.preemptions)
     yield families.gauges(
-        "scheduling_policy", "Gauges of the scheduling policy.", ("gauge",),
+        "scheduling_policy",
+        "Gauges of the scheduling policy.",
+        ("gauge",),
         [((name,), value) for name, value in stats.policy_counts.items()],
-    )  # fmt: skip
+    )
     yield families.counts_by(
-        "time_to_first_token_part_seconds", "Time to first token in the engine, by part.",
-        "part", stats.first_token_parts_s,
-    )  # fmt: skip
+        "time_to_first_token_part_seconds",
+        "Time to first token in the engine, by part.",
+        "part",
+        stats.first_token_parts_s,
+    )
     yield families.counts_by(
         "adapter_cold_starts",
         "Requests without their adapter on the device, by start strategy.",
-        "strategy", stats.cold_starts,
-    )  # fmt: skip
+        "strategy",
+        stats.cold_starts,
+    )
 
 
 def _totals(families: Families, stats: EngineStats) -> Iterator[Metric]:
     num_up_to = accumulate(stats.steps_by_tokens.get(bound, 0) for bound in _STEP_TOKENS)
     buckets = [
-        (str(float(bound)), float(number))
-        for bound, number in zip(_STEP_TOKENS, num_up_to, strict=True)
+        (str(float(bound)), float(number)) for bound, number in zip(_STEP_TOKENS, num_up_to, strict=True)
     ]
     num_steps = float(sum(stats.steps_by_tokens.values()))
-    yield families.buckets(
-        "iteration_tokens_total", [*buckets, ("+Inf", num_steps)], stats.num_step_tokens
-    )
+    yield families.buckets("iteration_tokens_total", [*buckets, ("+Inf", num_steps)], stats.num_step_tokens)
     workers = stats.cpu_workers
     for name, text, value in (
         ("engine_steps", "Steps of the engine.", stats.num_steps),
         ("engine_failed_steps", "Steps that failed.", stats.num_failed_steps),
         ("retried_rows", "Rows computed again after a failure.", stats.num_retried_rows),
         ("cpu_seconds", "Seconds that the computing threads ran.", stats.threads.ran_s),
-        (
-            "cpu_wait_seconds",
-            "Seconds that the computing threads waited for a core.",
-            stats.threads.waited_s,
-        ),
+        ("cpu_wait_seconds", "Seconds that the computing threads waited for a core.", stats.threads.waited_s),
         ("cpu_worker_restarts", "CPU workers replaced.", workers.num_restarts),
         ("cpu_worker_failed_jobs", "Jobs of dead workers.", workers.num_failed_jobs),
     ):

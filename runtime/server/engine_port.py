@@ -179,9 +179,13 @@ class EnginePort(Protocol):
         ...
 
     async def add_lora(
-        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None,
+        self,
+        lora_request: LoRARequest,
+        *,
+        reload: bool = False,
+        pinned: bool | None = None,
         replace: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Register an adapter and wait until it is ready.
 
         Raises ``AdapterError``; unless ``replace``, ``AdapterExistsError`` for other content.

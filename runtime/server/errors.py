@@ -28,10 +28,7 @@ _HTTP_CODES: Mapping[str, tuple[int, str]] = {
     "invalid_type": (400, "A field's value has the wrong type."),
     "missing_field": (400, "A field is missing."),
     "unknown_field": (400, "A field is unknown, and misspelt or refused by --unknown-fields."),
-    "invalid_value": (
-        400,
-        "A field, or a parameter of the query, has an invalid value.",
-    ),
+    "invalid_value": (400, "A field, or a parameter of the query, has an invalid value."),
     "empty_prompt": (400, "There is no prompt."),
     "empty_messages": (400, "There are no messages."),
     "adapter_refused": (400, "An adapter's files are missing or cannot be served."),
@@ -43,10 +40,7 @@ _HTTP_CODES: Mapping[str, tuple[int, str]] = {
     "invalid_http": (400, "The request is not valid HTTP/1.1."),
     "body_timeout": (408, "The body of the request took longer than --body-timeout-s."),
     "header_timeout": (408, "The head of the request took longer than --header-timeout-s."),
-    "head_too_large": (
-        431,
-        "The request's head, or its trailers and chunk extensions, are too large.",
-    ),
+    "head_too_large": (431, "The request's head, or its trailers and chunk extensions, are too large."),
     "too_many_connections": (503, "All --max-connections are in use."),
     "too_many_idle_connections": (503, "The client has more than --max-idle-connections."),
     "internal_error": (500, "A bug in corun; the server's log has the cause."),
@@ -167,9 +161,8 @@ def error_response(exc: BaseException) -> Response:
 def response_of(reply: ErrorReply) -> Response:
     """Return ``reply`` as an HTTP response with the headers that its status needs."""
     return Response(
-        reply.encode(), status_code=reply.status, headers=reply.headers,
-        media_type="application/json",
-    )  # fmt: skip
+        reply.encode(), status_code=reply.status, headers=reply.headers, media_type="application/json"
+    )
 
 
 def routing_error(exc: HTTPException, *, method: str, path: str) -> Response:
@@ -182,9 +175,7 @@ def routing_error(exc: HTTPException, *, method: str, path: str) -> Response:
     return response
 
 
-def routing_reply(
-    status: int, detail: str, *, method: str, path: str, allowed: str = ""
-) -> ErrorReply:
+def routing_reply(status: int, detail: str, *, method: str, path: str, allowed: str = "") -> ErrorReply:
     """Describe an error of a framework's router; ``allowed``: the methods, for a 405."""
     if status == 404:
         return ErrorReply(404, f"there is no endpoint {path}", "unknown_url")

@@ -36,9 +36,8 @@ class Families:
         return self.gauges(name, text, (), [((), value)])
 
     def gauges(
-        self, name: str, text: str, labels: Sequence[str],
-        samples: Iterable[tuple[Sequence[str], float]],
-    ) -> Metric:  # fmt: skip
+        self, name: str, text: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
+    ) -> Metric:
         """Return a gauge by labels beside the model's."""
         family = GaugeMetricFamily(self.name(name), text, labels=["model_name", *labels])
         for values, value in samples:
@@ -56,18 +55,15 @@ class Families:
         return self.counts(name, text, (), [((), value)])
 
     def counts(
-        self, name: str, text: str, labels: Sequence[str],
-        samples: Iterable[tuple[Sequence[str], float]],
-    ) -> Metric:  # fmt: skip
+        self, name: str, text: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
+    ) -> Metric:
         """Return a counter by labels beside the model's."""
         family = CounterMetricFamily(self.name(name), text, labels=["model_name", *labels])
         for values, value in samples:
             family.add_metric([self.model_name, *values], value)
         return family
 
-    def summary(
-        self, name: str, text: str, label: str, totals: Mapping[str, tuple[int, float]]
-    ) -> Metric:
+    def summary(self, name: str, text: str, label: str, totals: Mapping[str, tuple[int, float]]) -> Metric:
         """Return a summary (count and sum) by one label."""
         family = SummaryMetricFamily(self.name(name), text, labels=["model_name", label])
         for value, (count, total) in sorted(totals.items()):
@@ -80,9 +76,7 @@ class Families:
 
     def buckets(self, name: str, buckets: Sequence[tuple[str, float]], total: float) -> Metric:
         """Return a histogram; ``buckets``: upper bound and number of values up to it."""
-        family = HistogramMetricFamily(
-            self.name(name), name.replace("_", " "), labels=["model_name"]
-        )
+        family = HistogramMetricFamily(self.name(name), name.replace("_", " "), labels=["model_name"])
         family.add_metric([self.model_name], buckets, total)
         return family
 

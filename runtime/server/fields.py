@@ -149,9 +149,7 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "tool_choice": RefusedField(_CHAT, ("none",)),
     "parallel_tool_calls": RefusedField(_CHAT, (True, False)),
     **dict.fromkeys(("reasoning_effort", "verbosity", "enable_thinking"), RefusedField(_CHAT)),
-    **dict.fromkeys(
-        ("separate_reasoning", "include_reasoning"), RefusedField(_CHAT, (True, False))
-    ),
+    **dict.fromkeys(("separate_reasoning", "include_reasoning"), RefusedField(_CHAT, (True, False))),
 }
 
 _TEXT_PART = FieldTable(
@@ -185,7 +183,7 @@ MESSAGE_FIELDS = FieldTable(
         "partial": RefusedField("write continue_final_message beside the messages", (False,)),
     },
     nested={"content": _TEXT_PART},
-)  # fmt: skip
+)
 ACCEPTED_STREAM_OPTIONS: Mapping[str, str] = {"include_obfuscation": "events are not padded"}
 
 
@@ -223,8 +221,7 @@ class UnknownFields:
             elif value is not None and not _is_neutral(value, refused.neutral):
                 path = field_path((*at, name))
                 raise NotServedError(
-                    f"{path} is not served: {refused.instead}{_allowed(refused.neutral)}",
-                    param=path,
+                    f"{path} is not served: {refused.instead}{_allowed(refused.neutral)}", param=path
                 )
         for name, nested in table.nested.items():
             value = data.get(name)

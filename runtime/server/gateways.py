@@ -84,9 +84,11 @@ class GatewayLedger:
                 found = _FORM.fullmatch(value)
                 if found is None:
                     raise HttpError(
-                        400, f"{GATEWAY_HEADER} must be ID:N, N counted from 1, ID up to 64 of "
-                        "A-Z a-z 0-9 . _ -", code="invalid_value", param=GATEWAY_HEADER,
-                    )  # fmt: skip
+                        400,
+                        f"{GATEWAY_HEADER} must be ID:N, N counted from 1, ID up to 64 of A-Z a-z 0-9 . _ -",
+                        code="invalid_value",
+                        param=GATEWAY_HEADER,
+                    )
                 return GatewayRequest(self, found[1].decode(), int(found[2]))
         return None
 

@@ -107,13 +107,9 @@ class SamplingFields(RequestModel):
     )
     lora: list[LoraPart] | None = LORA_FIELD
     temperature: float | None = given("0 is greedy; default, also of the next four: the model's.")
-    top_p: float | None = given(
-        "Sample from the most likely tokens that together have this probability."
-    )
+    top_p: float | None = given("Sample from the most likely tokens that together have this probability.")
     top_k: int | None = given("Sample from this many of the most likely tokens; 0 or -1 = all.")
-    min_p: float | None = given(
-        "Sample from tokens with at least this share of the highest probability."
-    )
+    min_p: float | None = given("Sample from tokens with at least this share of the highest probability.")
     repetition_penalty: float | None = given("Divides the logits of tokens that occurred; 1 = off.")
     presence_penalty: float | None = given("Subtracted from the logits of generated tokens.")
     frequency_penalty: float | None = given("Subtracted for each time a token was generated.")

@@ -68,8 +68,5 @@ def kind_of(value: object) -> str:
 def wrong_type(path: str, value: object, wanted: str) -> HttpError:
     """Return the error for a ``value`` that is not ``wanted`` (a noun with its article)."""
     return HttpError(
-        400,
-        f"{path} is {show(value)} ({kind_of(value)}), must be {wanted}",
-        code="invalid_type",
-        param=path,
+        400, f"{path} is {show(value)} ({kind_of(value)}), must be {wanted}", code="invalid_type", param=path
     )

@@ -68,8 +68,10 @@ def allow_descriptors(max_connections: int) -> None:
         _logger.warning(
             "the limit of open files is %d (ulimit -n), too low for %d connections "
             "(--max-connections): connections beyond the limit fail; raise it, or lower "
-            "--max-connections", allowed, max_connections,
-        )  # fmt: skip
+            "--max-connections",
+            allowed,
+            max_connections,
+        )
 
 
 def url_of(sock: socket.socket) -> str:
@@ -80,13 +82,9 @@ def url_of(sock: socket.socket) -> str:
 
 def _explain(exc: OSError, host: str, port: int) -> ConfigError:
     if exc.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"port {port} on {host} is in use by another process; choose another with --port"
-        )
+        return ConfigError(f"port {port} on {host} is in use by another process; choose another with --port")
     if exc.errno == errno.EACCES:
-        return ConfigError(
-            f"this user may not listen on port {port}; choose one from 1024 up with --port"
-        )
+        return ConfigError(f"this user may not listen on port {port}; choose one from 1024 up with --port")
     return ConfigError(f"cannot listen on {host}:{port} (--host, --port): {exc.strerror}")
 
 

@@ -51,14 +51,16 @@ class LoraRoutes:
         stats = await self._fresh_stats()
         adapters = engine.list_loras()
         shown, has_more = page.of(adapters)
-        return json_response({
-            "object": "list",
-            "data": [adapter_json(one) for one in shown],
-            "has_more": has_more,
-            "num_adapters": len(adapters),
-            "num_fitting": num_fitting(adapters, stats.adapter_room_bytes),
-            "age_s": round(engine.stats_age_s, 3),
-        })  # fmt: skip
+        return json_response(
+            {
+                "object": "list",
+                "data": [adapter_json(one) for one in shown],
+                "has_more": has_more,
+                "num_adapters": len(adapters),
+                "num_fitting": num_fitting(adapters, stats.adapter_room_bytes),
+                "age_s": round(engine.stats_age_s, 3),
+            }
+        )
 
     async def get(self, request: Request) -> Response:
         """One adapter."""
@@ -92,9 +94,7 @@ class LoraRoutes:
 
     async def unload(self, request: Request) -> Response:
         """Unregister an adapter; its running requests finish."""
-        body = await parse_body(
-            UnloadRequest, await self._read(request), self._state.unknown_fields
-        )
+        body = await parse_body(UnloadRequest, await self._read(request), self._state.unknown_fields)
         self._state.engine.loras.check_known(body.lora_name, param="lora_name")
         await self._state.engine.remove_lora(body.lora_name)
         return self._done("unloaded", body.lora_name)

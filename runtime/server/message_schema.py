@@ -30,10 +30,7 @@ _CALL = {
             "type": "object",
             "properties": {
                 "name": {"type": "string"},
-                "arguments": {
-                    "description": "An object, or its JSON.",
-                    "type": ["string", "object", "null"],
-                },
+                "arguments": {"description": "An object, or its JSON.", "type": ["string", "object", "null"]},
             },
             "required": ["name"],
         },
@@ -42,39 +39,44 @@ _CALL = {
 }
 MessagesField = Annotated[
     list[Any],
-    WithJsonSchema({
-        "description": "The conversation, for the model's chat template.",
-        "type": "array",
-        "minItems": 1,
-        "items": {
-            "type": "object",
-            "properties": {
-                "role": {"enum": list(ROLES)},
-                "content": {
-                    "description": "Text; null only for the role assistant.",
-                    "anyOf": [*_CONTENT["anyOf"], {"type": "null"}],
+    WithJsonSchema(
+        {
+            "description": "The conversation, for the model's chat template.",
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "role": {"enum": list(ROLES)},
+                    "content": {
+                        "description": "Text; null only for the role assistant.",
+                        "anyOf": [*_CONTENT["anyOf"], {"type": "null"}],
+                    },
+                    "tool_calls": {
+                        "description": "For the role assistant.",
+                        "anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}],
+                    },
+                    **{name: {"type": ["string", "null"]} for name in MESSAGE_STRINGS},
                 },
-                "tool_calls": {
-                    "description": "For the role assistant.",
-                    "anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}],
-                },
-                **{name: {"type": ["string", "null"]} for name in MESSAGE_STRINGS},
+                "required": ["role"],
             },
-            "required": ["role"],
-        },
-    }),
-]  # fmt: skip
+        }
+    ),
+]
 
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
 PromptField = Annotated[
     Any,
-    WithJsonSchema({
-        "description": "A text or token ids, or an array of one of them.",
-        "anyOf": [
-            _TEXT, _TOKENS,
-            {"type": "array", "items": _TEXT, "minItems": 1},
-            {"type": "array", "items": _TOKENS, "minItems": 1},
-        ],
-    }),
-]  # fmt: skip
+    WithJsonSchema(
+        {
+            "description": "A text or token ids, or an array of one of them.",
+            "anyOf": [
+                _TEXT,
+                _TOKENS,
+                {"type": "array", "items": _TEXT, "minItems": 1},
+                {"type": "array", "items": _TOKENS, "minItems": 1},
+            ],
+        }
+    ),
+]

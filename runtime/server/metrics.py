@@ -113,9 +113,14 @@ class ServerMetrics:
         self.http_requests: Counter[tuple[str, str, str]] = Counter()  # method, route, status
         self.http_s: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds they took
         self.connections_ended: Counter[str] = Counter(  # by reason, before the application
-            header_timeout=0, body_timeout=0, head_too_large=0, invalid_http=0, slow_reader=0,
-            too_many_connections=0, too_many_idle_connections=0,
-        )  # fmt: skip
+            header_timeout=0,
+            body_timeout=0,
+            head_too_large=0,
+            invalid_http=0,
+            slow_reader=0,
+            too_many_connections=0,
+            too_many_idle_connections=0,
+        )
         self._engine = engine
         self._settings = settings
         self._unknown_fields = unknown_fields
@@ -163,12 +168,8 @@ class ServerMetrics:
             engine.hang_watch.stalled_s,
         )
         stats = engine.get_stats()
-        yield from engine_families(
-            self._families, stats, engine.get_model_info(), self._settings.block_size
-        )
-        yield from adapter_families(
-            self._families, stats, engine.list_loras(), self._settings.max_num_seqs
-        )
+        yield from engine_families(self._families, stats, engine.get_model_info(), self._settings.block_size)
+        yield from adapter_families(self._families, stats, engine.list_loras(), self._settings.max_num_seqs)
         yield from self._requests()
         families = self._families
         yield families.histogram("time_to_first_token_seconds", self.first_token_s)
@@ -197,9 +198,10 @@ class ServerMetrics:
             counts.add_metric(labels, count)
         yield counts
         seconds = SummaryMetricFamily(
-            "http_request_duration_seconds", "Seconds until the answer had ended.",
+            "http_request_duration_seconds",
+            "Seconds until the answer had ended.",
             labels=["method", "handler"],
-        )  # fmt: skip
+        )
         for key, count in sorted(number.items()):
             seconds.add_metric(key, count, self.http_s[key])
         yield seconds
@@ -209,11 +211,12 @@ class ServerMetrics:
         yield families.count("prompt_tokens", "Tokens of answered prompts.", self.prompt_tokens)
         yield families.count("generation_tokens", "Tokens generated.", self.generation_tokens)
         yield families.counts_by(
-            "request_success", "Choices by finish reason, requests without choices by outcome.",
-            "finished_reason", self.finished,
-        )  # fmt: skip
+            "request_success",
+            "Choices by finish reason, requests without choices by outcome.",
+            "finished_reason",
+            self.finished,
+        )
         yield families.count(
-            "unknown_fields", "Unknown fields of bodies that were ignored.",
-            self._unknown_fields.num_seen,
-        )  # fmt: skip
+            "unknown_fields", "Unknown fields of bodies that were ignored.", self._unknown_fields.num_seen
+        )
         yield from families.http(self.connections_ended, self.http_requests)

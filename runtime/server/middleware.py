@@ -114,9 +114,7 @@ class AuthMiddleware:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         endpoint = scope.get("endpoint")
         handler = "other" if endpoint is None or status == 405 else _pattern(scope)
-        self._on_answered(
-            method, handler, "disconnected" if status is None else str(status), took_s
-        )
+        self._on_answered(method, handler, "disconnected" if status is None else str(status), took_s)
 
 
 def _pattern(scope: Scope) -> str:

@@ -12,15 +12,7 @@ from ..frontend.outputs import CompletionOutput, RequestOutput
 from .errors import ClientGoneError
 from .generation_request import ParsedRequest
 from .metrics import ServerMetrics
-from .request_records import (
-    ABORT,
-    ERROR,
-    FINISHED,
-    REFUSED,
-    ChoiceRecord,
-    HttpRequestRecord,
-    PromptRecord,
-)
+from .request_records import ABORT, ERROR, FINISHED, REFUSED, ChoiceRecord, HttpRequestRecord, PromptRecord
 
 _CLIENT_GONE = "client_gone"  # error code of a request that its client left
 _MAX_NAME_CHARS = 256  # of the model's name as the request gives it
@@ -32,9 +24,7 @@ OnRecord = Callable[[HttpRequestRecord], None]
 class PromptRun:
     """One prompt of an HTTP request: its latest output, and the times of its outputs."""
 
-    def __init__(
-        self, metrics: ServerMetrics, adapter_name: str | None, on_end: Callable[[], None]
-    ) -> None:
+    def __init__(self, metrics: ServerMetrics, adapter_name: str | None, on_end: Callable[[], None]) -> None:
         """``on_end`` is called when it has ended in the engine."""
         self._metrics = metrics
         self._adapter = metrics.adapters.of(adapter_name)
@@ -129,9 +119,7 @@ def _choice_record(choice: CompletionOutput, outcome: str) -> ChoiceRecord:
 class OpenRecord:
     """The record of a request that is being answered."""
 
-    def __init__(
-        self, request_id: str, route: str, metrics: ServerMetrics, on_record: OnRecord
-    ) -> None:
+    def __init__(self, request_id: str, route: str, metrics: ServerMetrics, on_record: OnRecord) -> None:
         self.request_id = request_id
         self._record = HttpRequestRecord(arrived_at=time.time(), id=request_id, route=route)
         self._metrics = metrics

@@ -44,9 +44,7 @@ def openapi_document(
     for doc in docs.values():
         types |= {one for one in (doc.answer, doc.event, doc.unhealthy) if one is not None}
     ordered = sorted(types, key=str)
-    schemas, components = msgspec.json.schema_components(
-        ordered, ref_template=_REFERENCE.format("{name}")
-    )
+    schemas, components = msgspec.json.schema_components(ordered, ref_template=_REFERENCE.format("{name}"))
     by_type = dict(zip(ordered, schemas, strict=True))
     bodies = {doc.body: None for doc in docs.values() if doc.body is not None}
     components |= body_schemas(bodies, is_closed=unknown_fields == "refuse")
@@ -101,9 +99,7 @@ def _operation(method: str, path: str, doc: RouteDoc, schemas: dict[Any, Any]) -
     }
     if doc.body is not None:
         schema = {"$ref": _REFERENCE.format(doc.body.__name__)}
-        operation["requestBody"] = {
-            "required": True, "content": {"application/json": {"schema": schema}},
-        }  # fmt: skip
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation
 
 
@@ -118,9 +114,7 @@ def _responses(doc: RouteDoc, schemas: dict[Any, Any]) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": doc.summary, "content": content}}
     if doc.unhealthy is not None:
         schema = schemas[doc.unhealthy]
-        responses["503"] = {
-            "description": "Not now.", "content": {"application/json": {"schema": schema}},
-        }  # fmt: skip
+        responses["503"] = {"description": "Not now.", "content": {"application/json": {"schema": schema}}}
     codes = error_codes()
     for status in sorted(doc.errors):
         named = [code for code, (known, _) in codes.items() if known == status]

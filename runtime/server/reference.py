@@ -81,8 +81,11 @@ def accepted_markdown() -> str:
     """Return a table of the fields that are accepted without effect, with the reasons."""
     rows = [(f"`{name}`", why) for name, why in ACCEPTED_FIELDS.items()]
     rows += [(f"`stream_options.{name}`", why) for name, why in ACCEPTED_STREAM_OPTIONS.items()]
-    rows += [(f"`{path}.{name}`", why) for path, table in _nested("messages[]", MESSAGE_FIELDS)
-             for name, why in table.accepted.items()]  # fmt: skip
+    rows += [
+        (f"`{path}.{name}`", why)
+        for path, table in _nested("messages[]", MESSAGE_FIELDS)
+        for name, why in table.accepted.items()
+    ]
     rows += [(f"`{name}` of `/v1/responses`", why) for name, why in RESPONSES_ACCEPTED.items()]
     rows += [(f"`{name}` of `/v1/messages`", why) for name, why in ANTHROPIC_ACCEPTED.items()]
     return _table(("field", "reason"), rows)
@@ -91,21 +94,19 @@ def accepted_markdown() -> str:
 def refused_markdown() -> str:
     """Return a table of the refused fields, with the reason or the replacement."""
     rows = [_refused_row(f"`{name}`", one) for name, one in REFUSED_FIELDS.items()]
-    rows += [_refused_row(f"`{path}.{name}`", one)
-             for path, table in _nested("messages[]", MESSAGE_FIELDS)
-             for name, one in table.refused.items()]  # fmt: skip
-    for path, fields in (
-        ("/v1/responses", RESPONSES_REFUSED), ("/v1/messages", ANTHROPIC_REFUSED),
-    ):  # fmt: skip
+    rows += [
+        _refused_row(f"`{path}.{name}`", one)
+        for path, table in _nested("messages[]", MESSAGE_FIELDS)
+        for name, one in table.refused.items()
+    ]
+    for path, fields in (("/v1/responses", RESPONSES_REFUSED), ("/v1/messages", ANTHROPIC_REFUSED)):
         rows += [_refused_row(f"`{name}` of `{path}`", one) for name, one in fields.items()]
     return _table(("field", "reason or replacement", "accepted values"), rows)
 
 
 def errors_markdown() -> str:
     """Return a table of the error codes."""
-    rows = [
-        (f"`{code}`", str(status), meaning) for code, (status, meaning) in error_codes().items()
-    ]
+    rows = [(f"`{code}`", str(status), meaning) for code, (status, meaning) in error_codes().items()]
     return _table(("code", "status", "meaning"), rows)
 
 

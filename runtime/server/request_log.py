@@ -84,8 +84,9 @@ class RequestLog:
         if self._num_lost:
             _logger.warning(
                 "--request-log %s: writing works again; about %d lines are missing",
-                self._name, self._num_lost,
-            )  # fmt: skip
+                self._name,
+                self._num_lost,
+            )
             self._num_lost = 0
 
     def _lose(self, reason: str) -> None:
@@ -93,8 +94,9 @@ class RequestLog:
         if not self._num_lost:
             _logger.error(
                 "--request-log %s: cannot write, lines are lost: %s; requests are served as before",
-                self._name, reason,
-            )  # fmt: skip
+                self._name,
+                reason,
+            )
         self._num_lost += 1
 
 
@@ -120,9 +122,7 @@ class _RotatingFile:
         try:
             self._fd = self._open()
         except OSError as error:
-            raise ConfigError(
-                f"--request-log {str(path)!r} cannot be written: {error.strerror}"
-            ) from error
+            raise ConfigError(f"--request-log {str(path)!r} cannot be written: {error.strerror}") from error
 
     def fd_for(self, num_bytes: int) -> int:
         """Return the descriptor for the next ``num_bytes``. Raises ``OSError``."""

@@ -51,8 +51,7 @@ def chat_body(request: ResponsesRequest) -> dict[str, Any]:
 def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise NotServedError(
-            f'{path}.type is {show(tool.get("type"))}, only "function" is served: this server '
-            "runs no tools",
+            f'{path}.type is {show(tool.get("type"))}, only "function" is served: this server runs no tools',
             param=f"{path}.type",
         )
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}

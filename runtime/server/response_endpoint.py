@@ -109,9 +109,11 @@ class _ResponseEvents(StreamEncoder):
     def error_event(self, reply: ErrorReply) -> bytes:
         code = _FAILURE_CODES.get(reply.status, "server_error")
         response = msgspec.structs.replace(
-            self._response, status="failed", output=self._items.items,
+            self._response,
+            status="failed",
+            output=self._items.items,
             error=ResponseFailure(code, reply.message),
-        )  # fmt: skip
+        )
         return encoded([self._items.finish(response)])
 
 

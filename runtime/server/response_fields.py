@@ -33,10 +33,7 @@ RESPONSES_REFUSED: Mapping[str, RefusedField] = {
 }
 
 _ITEM_FIELDS = FieldTable(
-    served=(
-        *("type", "role", "content", "summary"),
-        *("call_id", "name", "arguments", "output"),
-    ),
+    served=(*("type", "role", "content", "summary"), *("call_id", "name", "arguments", "output")),
     accepted={
         "id": "names the item",
         "status": "is always that of a complete item",
@@ -68,32 +65,33 @@ _TOOL_FIELDS = FieldTable(
         name: RefusedField(NO_HOSTED_TOOLS)
         for name in ("server_label", "vector_store_ids", "container", "environment")
     },
-)  # fmt: skip
+)
 
 InputField = Annotated[
     Any,
-    WithJsonSchema({
-        "description": "A text of the user, or items: messages, calls of functions, their outputs "
-        "and reasoning.",
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            {
-                "type": "array", "minItems": 1,
-                "items": {
-                    "type": "object",
-                    "properties": {
-                        "type": {
-                            "enum": [
-                                "message", "function_call", "function_call_output", "reasoning",
-                            ]
+    WithJsonSchema(
+        {
+            "description": "A text of the user, or items: messages, calls of functions, their outputs "
+            "and reasoning.",
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "properties": {
+                            "type": {
+                                "enum": ["message", "function_call", "function_call_output", "reasoning"]
+                            },
+                            "role": {"enum": ["system", "developer", "user", "assistant"]},
                         },
-                        "role": {"enum": ["system", "developer", "user", "assistant"]},
                     },
                 },
-            },
-        ],
-    }),
-]  # fmt: skip
+            ],
+        }
+    ),
+]
 
 
 class ReasoningOptions(RequestModel):

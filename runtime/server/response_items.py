@@ -52,9 +52,7 @@ class ItemAssembler(BlockWriter[ResponseEvent]):
     def delta(self, text: str) -> ResponseEvent:
         kind = self.kind
         if kind is PartKind.CALL:
-            return self._event(
-                "response.function_call_arguments.delta", delta=text, **self._place_of_call()
-            )
+            return self._event("response.function_call_arguments.delta", delta=text, **self._place_of_call())
         name = f"response.{_TEXT_EVENTS[kind]}.delta"
         return self._event(name, delta=text, **self._logprobs(kind), **self._place_of_text())
 
@@ -63,14 +61,14 @@ class ItemAssembler(BlockWriter[ResponseEvent]):
         if kind is PartKind.CALL:
             yield self._event(
                 "response.function_call_arguments.done",
-                arguments=text, name=self.head.name, **self._place_of_call(),
-            )  # fmt: skip
+                arguments=text,
+                name=self.head.name,
+                **self._place_of_call(),
+            )
         else:
             name = f"response.{_TEXT_EVENTS[kind]}.done"
             yield self._event(name, text=text, **self._logprobs(kind), **self._place_of_text())
-            yield self._event(
-                "response.content_part.done", part=_part(kind, text), **self._place_of_text()
-            )
+            yield self._event("response.content_part.done", part=_part(kind, text), **self._place_of_text())
         item = self._item("completed" if is_complete else "incomplete", text)
         yield self._event("response.output_item.done", item=item, **self._place())
         self.items.append(item)
@@ -80,9 +78,12 @@ class ItemAssembler(BlockWriter[ResponseEvent]):
         match self.kind:
             case PartKind.CALL:
                 return CallItem(
-                    id=self._id(), status=status, call_id=self.head.call_id,
-                    name=self.head.name, arguments=text or "",
-                )  # fmt: skip
+                    id=self._id(),
+                    status=status,
+                    call_id=self.head.call_id,
+                    name=self.head.name,
+                    arguments=text or "",
+                )
             case PartKind.REASONING:
                 thoughts = [] if text is None else [ReasoningText(text)]
                 return ReasoningItem(id=self._id(), status=status, content=thoughts)
@@ -119,6 +120,5 @@ def _part(kind: PartKind, text: str) -> OutputText | ReasoningText:
 def encoded(events: Iterable[ResponseEvent]) -> bytes:
     """Return events as server-sent events."""
     return b"".join(
-        b"event: %b\ndata: %b\n\n" % (event.type.encode(), msgspec.json.encode(event))
-        for event in events
+        b"event: %b\ndata: %b\n\n" % (event.type.encode(), msgspec.json.encode(event)) for event in events
     )

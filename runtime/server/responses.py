@@ -45,9 +45,7 @@ def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
         num_generated += sum(choice.num_tokens for choice in output.outputs)
         # All choices share the prompt; the first one shows what was cached before the request.
         num_cached += min(choice.num_cached_tokens for choice in output.outputs)
-    return Usage(
-        num_prompt, num_generated, num_prompt + num_generated, PromptTokensDetails(num_cached)
-    )
+    return Usage(num_prompt, num_generated, num_prompt + num_generated, PromptTokensDetails(num_cached))
 
 
 class AdapterStartInfo(msgspec.Struct, frozen=True):
@@ -79,10 +77,11 @@ class ChoiceTiming(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, timing: EngineTiming,
+        cls,
+        timing: EngineTiming,
         prompt_tokens: PromptTokens | msgspec.UnsetType = msgspec.UNSET,
         output_tokens: int | msgspec.UnsetType = msgspec.UNSET,
-    ) -> "ChoiceTiming":  # fmt: skip
+    ) -> "ChoiceTiming":
         """Return the form of an answer."""
         return cls(
             timing.first_token_s,
@@ -307,9 +306,7 @@ def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
     ]
 
 
-def completion_logprobs(
-    tokens: Sequence[TokenCandidates], *, text_offset: int
-) -> CompletionLogprobs:
+def completion_logprobs(tokens: Sequence[TokenCandidates], *, text_offset: int) -> CompletionLogprobs:
     """Return columns for ``tokens``; ``text_offset``: the offset of the first one.
 
     Each dictionary of ``top_logprobs`` also holds the sampled token, at any rank.
@@ -348,8 +345,7 @@ def chat_logprobs(tokens: Sequence[TokenCandidates], *, num_top: int) -> ChatLog
                 logprob=drawn.logprob,
                 bytes=_token_bytes(drawn),
                 top_logprobs=[
-                    ChatTopLogprob(one.decoded_token, one.logprob, _token_bytes(one))
-                    for one in best
+                    ChatTopLogprob(one.decoded_token, one.logprob, _token_bytes(one)) for one in best
                 ],
             )
         )

@@ -66,9 +66,11 @@ async def serve(
         else:
             client = make_client(engine_config)
         engine = AsyncEngine.from_client(
-            client, chat_template=chat_template, response_template=response_template,
+            client,
+            chat_template=chat_template,
+            response_template=response_template,
             hub_limits=hub_limits_of(serve_config),
-        )  # fmt: skip
+        )
         try:
             if not await _start(engine, stop, owns_process=make_client is None):
                 _logger.info("stopped before the engine was ready")

@@ -7,13 +7,7 @@ from ... import __version__
 from ..config.engine import EngineConfig
 from ..config.serve import ServeConfig
 from ..engine.messages import ModelInfo
-from ..limits import (
-    MAX_DEFAULT_BODY_BYTES,
-    HttpLimits,
-    HubLimits,
-    TemplateLimits,
-    default_body_bytes,
-)
+from ..limits import MAX_DEFAULT_BODY_BYTES, HttpLimits, HubLimits, TemplateLimits, default_body_bytes
 from .access import Access
 
 # Longest wait of an answer for the engine's statistics. A step may take longer; the answer then has
@@ -42,9 +36,7 @@ class AppSettings:
     version: str = "unknown"
 
     @classmethod
-    def of(
-        cls, engine_config: EngineConfig, serve_config: ServeConfig, access: Access
-    ) -> "AppSettings":
+    def of(cls, engine_config: EngineConfig, serve_config: ServeConfig, access: Access) -> "AppSettings":
         """Return the settings that the options describe."""
         return cls(
             served_names=serve_config.served_model_name,
@@ -97,9 +89,7 @@ def limits_of(config: ServeConfig) -> HttpLimits:
         max_content_parts=config.max_content_parts,
         max_tokenize_tokens=config.max_tokenize_tokens,
         max_request_tokens=config.max_request_tokens,
-        template=TemplateLimits(
-            timeout_s=config.template_timeout_s, max_chars=config.max_template_chars
-        ),
+        template=TemplateLimits(timeout_s=config.template_timeout_s, max_chars=config.max_template_chars),
         max_connections=config.max_connections,
         max_idle_connections=config.max_idle_connections,
         header_timeout_s=config.header_timeout_s,

@@ -142,9 +142,7 @@ class ChunkEncoder(StreamEncoder):
         self._head = b"data: " + msgspec.json.encode(request.envelope)[:-1] + b',"choices":['
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._encode_json = msgspec.json.Encoder().encode
-        self._text_frames: dict[
-            int, tuple[bytes, bytes]
-        ] = {}  # by choice: the JSON around its text
+        self._text_frames: dict[int, tuple[bytes, bytes]] = {}  # by choice: the JSON around its text
         self._ended: set[int] = set()
 
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:

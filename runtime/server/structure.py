@@ -38,10 +38,7 @@ _PART_KINDS: Mapping[str, str] = {
 _TABLES: Mapping[str, FieldTable] = {
     "structured_outputs": FieldTable(
         served=(*_PART_KINDS, "json_object"),
-        accepted={
-            "disable_fallback": "there is one implementation",
-            "disable_any_whitespace": _ONE_FORM,
-        },
+        accepted={"disable_fallback": "there is one implementation", "disable_any_whitespace": _ONE_FORM},
         refused={
             "disable_additional_properties": RefusedField(
                 "write additionalProperties into the schema", (False,)
@@ -74,8 +71,7 @@ class StructureFields(RequestModel):
     ebnf: str | None = given("Another name for guided_grammar.")
     format: Object | str | None = given('A JSON schema of the answer, or "json": any object.')
     structured_forced_tokens: bool | None = given(
-        "Compute text that the form leaves no choice for at once, without drawing its tokens; "
-        "default: true."
+        "Compute text that the form leaves no choice for at once, without drawing its tokens; default: true."
     )
 
     def structured_output(self) -> StructuredOutput | None:
@@ -89,8 +85,7 @@ class StructureFields(RequestModel):
         for one in self._given():
             if found is not None and (one.kind, one.text) != (found.kind, found.text):
                 raise RequestError(
-                    f"{found.field} and {one.field} are given and differ; give one of them",
-                    param=one.field,
+                    f"{found.field} and {one.field} are given and differ; give one of them", param=one.field
                 )
             found = one
         return found

@@ -32,9 +32,7 @@ async def supervise(
     Raises ``ConfigError`` if another process has taken the port since it was bound.
     """
     listen(sock)
-    server = make_http_server(
-        build_app(state), state.settings.limits, state.metrics.connections_ended
-    )
+    server = make_http_server(build_app(state), state.settings.limits, state.metrics.connections_ended)
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     died = asyncio.ensure_future(state.engine.wait_dead())
     stopped = asyncio.ensure_future(stop.first.wait())
@@ -67,10 +65,7 @@ def _announce(state: ServerState, url: str) -> None:
 
 
 async def _drain(
-    state: ServerState,
-    stop: StopSignals,
-    died: "asyncio.Future[BaseException]",
-    timeout_s: float,
+    state: ServerState, stop: StopSignals, died: "asyncio.Future[BaseException]", timeout_s: float
 ) -> None:
     """Refuse new requests and wait for the running ones; end them at the deadline."""
     state.draining = True
@@ -97,9 +92,10 @@ async def _drain(
 async def _report_death(state: ServerState, error: BaseException, exit_code: int) -> None:
     """End every open request with the engine's error."""
     _logger.error(
-        "the engine has died; the server ends with exit code %d, so that a supervisor can start "
-        "it again: %s", exit_code, error,
-    )  # fmt: skip
+        "the engine has died; the server ends with exit code %d, so that a supervisor can start it again: %s",
+        exit_code,
+        error,
+    )
     if not await state.open_requests.wait_none(_DEATH_GRACE_S):
         state.open_requests.end_all(EngineDeadError(str(error)))
         await state.open_requests.wait_none(_CUT_GRACE_S / 2)

@@ -23,49 +23,51 @@ _FUNCTION = {
         "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:-]{1,128}$"},
         "description": {"type": ["string", "null"]},
         "parameters": {"description": "A JSON schema.", "type": ["object", "null"]},
-        "strict": {
-            "description": "Arguments of its calls are valid.", "type": ["boolean", "null"],
-        },
+        "strict": {"description": "Arguments of its calls are valid.", "type": ["boolean", "null"]},
     },
     "required": ["name"],
-}  # fmt: skip
+}
 ToolsField = Annotated[
     list[Any] | None,
-    WithJsonSchema({
-        "anyOf": [
-            {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
-                    "required": ["type", "function"],
-                },
-            },
-            {"type": "null"},
-        ],
-    }),
-]  # fmt: skip
-ToolChoiceField = Annotated[
-    Any,
-    WithJsonSchema({
-        "anyOf": [
-            {"enum": list(_CHOICES)},
-            {
-                "type": "object",
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "array",
+                    "items": {
                         "type": "object",
-                        "properties": {"name": {"type": "string"}},
-                        "required": ["name"],
+                        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+                        "required": ["type", "function"],
                     },
                 },
-                "required": ["type", "function"],
-            },
-            {"type": "null"},
-        ],
-    }),
-]  # fmt: skip
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+ToolChoiceField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(_CHOICES)},
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {
+                            "type": "object",
+                            "properties": {"name": {"type": "string"}},
+                            "required": ["name"],
+                        },
+                    },
+                    "required": ["type", "function"],
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 
 
 class ToolFields(RequestModel):
@@ -73,8 +75,7 @@ class ToolFields(RequestModel):
 
     tools: ToolsField = given("Functions that the model can call; default: none.")
     tool_choice: ToolChoiceField = given(
-        'Whether the answer calls: "none", "auto", "required", or one function; default: "auto" '
-        "with tools."
+        'Whether the answer calls: "none", "auto", "required", or one function; default: "auto" with tools.'
     )
     parallel_tool_calls: bool | None = given("Whether it has several calls; default: true.")
     reasoning_effort: str | None = given(
@@ -116,11 +117,10 @@ class ToolFields(RequestModel):
             definitions=[_definition(one) for one in functions.values()],
             mode=mode,
             callable_names=names,
-            parameters={name: arguments_schema(one.get("parameters"))
-                        for name, one in functions.items()},
+            parameters={name: arguments_schema(one.get("parameters")) for name, one in functions.items()},
             strict_names=frozenset(name for name, one in functions.items() if one.get("strict")),
             is_parallel=self.parallel_tool_calls is not False,
-        )  # fmt: skip
+        )
 
     def _listed(self) -> list[Any]:
         tools = self.tools or []
@@ -154,9 +154,7 @@ class ToolFields(RequestModel):
             raise wrong_type(path, allowed, "an object with mode and tools")
         if allowed.get("mode", "auto") not in ("auto", "required"):
             raise wrong_type(f"{path}.mode", allowed["mode"], "auto or required")
-        chosen = [
-            _chosen(one, f"{path}.tools[{i}]", names) for i, one in enumerate(allowed["tools"])
-        ]
+        chosen = [_chosen(one, f"{path}.tools[{i}]", names) for i, one in enumerate(allowed["tools"])]
         if not chosen:
             raise _invalid(f"{path}.tools is empty", f"{path}.tools")
         return CallMode(allowed.get("mode", "auto")), list(dict.fromkeys(chosen))
@@ -172,9 +170,7 @@ def _chosen(choice: object, path: str, names: list[str]) -> str:
     if not isinstance(name, str):
         raise wrong_type(f"{path}.function.name", name, "a string")
     if name not in names:
-        raise _invalid(
-            f"{path} names the function {show(name)}, which is not in tools", "tool_choice"
-        )
+        raise _invalid(f"{path} names the function {show(name)}, which is not in tools", "tool_choice")
     return name
 
 
@@ -195,9 +191,7 @@ def _function(value: object, path: str) -> dict[str, Any]:
         raise wrong_type(f"{path}.function", function, "an object with name and parameters")
     name = function.get("name")
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise wrong_type(
-            f"{path}.function.name", name, 'a string of 1 to 128 letters, digits and "_.:-"'
-        )
+        raise wrong_type(f"{path}.function.name", name, 'a string of 1 to 128 letters, digits and "_.:-"')
     for field, types, wanted in (
         ("description", str, "a string"),
         ("parameters", dict, "an object, a JSON schema"),
@@ -214,8 +208,7 @@ def _function(value: object, path: str) -> dict[str, Any]:
 def _check_type(value: Mapping[str, Any], path: str) -> None:
     if value.get("type", "function") != "function":
         raise NotServedError(
-            f'{path}.type is {show(value["type"])}, only "function" is served',
-            param=f"{path}.type",
+            f'{path}.type is {show(value["type"])}, only "function" is served', param=f"{path}.type"
         )
 
 

@@ -22,17 +22,24 @@ class TranslatedEndpoint(ChatEndpoint):
     field_names: ClassVar[Mapping[str, str]]  # see ``names_of_fields``
 
     async def _as_chat(
-        self, translate: Callable[[_Asked], dict[str, Any]], asked: _Asked, record: OpenRecord,
-        *, is_large: bool,
-    ) -> ParsedRequest:  # fmt: skip
+        self,
+        translate: Callable[[_Asked], dict[str, Any]],
+        asked: _Asked,
+        record: OpenRecord,
+        *,
+        is_large: bool,
+    ) -> ParsedRequest:
         with names_of_fields(self.field_names):
             chat = read_model(ChatRequest, translate(asked))
             return await self._parsed(chat, record.request_id, is_large=is_large)
 
     async def _answer(
-        self, request: ParsedRequest, writer: ResponseWriter, origin: GatewayRequest | None,
+        self,
+        request: ParsedRequest,
+        writer: ResponseWriter,
+        origin: GatewayRequest | None,
         record: OpenRecord,
-    ) -> None:  # fmt: skip
+    ) -> None:
         with names_of_fields(self.field_names):
             await super()._answer(request, writer, origin, record)
 

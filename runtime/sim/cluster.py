@@ -46,9 +46,15 @@ class SimulatedPlacement:
     """Placement steps over a fixed set of adapters."""
 
     def __init__(
-        self, policy: PlacementPolicy, ranks: Mapping[str, int], bytes_per_rank: int,
-        tokens_per_s: Mapping[str, float], *, store_bytes: int, every_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        policy: PlacementPolicy,
+        ranks: Mapping[str, int],
+        bytes_per_rank: int,
+        tokens_per_s: Mapping[str, float],
+        *,
+        store_bytes: int,
+        every_s: float,
+    ) -> None:
         """``tokens_per_s``: expected demand before the first request."""
         self.every_s = every_s
         self._ranks = ranks
@@ -94,10 +100,7 @@ def placement_of(
         make_placement(spec.placement, facts),
         {adapter_name(adapter): rank for adapter, rank in enumerate(workload.ranks)},
         machine.adapter_bytes_per_rank,
-        {
-            adapter_name(adapter): tokens[adapter] / duration_s
-            for adapter in range(len(workload.ranks))
-        },
+        {adapter_name(adapter): tokens[adapter] / duration_s for adapter in range(len(workload.ranks))},
         store_bytes=spec.store_bytes or sum(workload.ranks) * machine.adapter_bytes_per_rank,
         every_s=spec.placement_every_s,
     )
@@ -169,9 +172,15 @@ def costs_of(machine: SimulatedMachine, peer_bytes_per_s: float) -> ServerCosts:
 
 
 def replay_cluster(
-    machine: SimulatedMachine, workload: Workload, options: SimulationOptions, spec: ClusterSpec,
-    *, horizon_s: float = math.inf, look: LookAtServers | None = None, look_every_s: float = 1.0,
-) -> ClusterReplayed:  # fmt: skip
+    machine: SimulatedMachine,
+    workload: Workload,
+    options: SimulationOptions,
+    spec: ClusterSpec,
+    *,
+    horizon_s: float = math.inf,
+    look: LookAtServers | None = None,
+    look_every_s: float = 1.0,
+) -> ClusterReplayed:
     """Route the requests of ``workload`` to servers that simulate ``machine``.
 
     Args:
@@ -200,18 +209,15 @@ class _Cluster:
     """A running replay."""
 
     def __init__(
-        self, machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
-        spec: ClusterSpec,
-    ) -> None:  # fmt: skip
+        self, machine: SimulatedMachine, workload: Workload, options: SimulationOptions, spec: ClusterSpec
+    ) -> None:
         self._machine = machine
         self._workload = workload
         self._spec = spec
         self._clock = VirtualClock()
         self._agenda = Agenda()
         self._servers = [
-            ClusterServer(
-                index, machine, workload, replace(options, factors=life.factors), self._clock
-            )
+            ClusterServer(index, machine, workload, replace(options, factors=life.factors), self._clock)
             for index, life in enumerate(spec.servers)
         ]
         self._by_id = {server.server_id: server for server in self._servers}
@@ -267,8 +273,7 @@ class _Cluster:
             records=tuple(sent.record for sent in self._sent.values()),
             refused=dict(sorted(sum(self._refused, Counter[str]()).items())),
             servers=tuple(
-                server.result(records[server.index], self._refused[server.index])
-                for server in self._servers
+                server.result(records[server.index], self._refused[server.index]) for server in self._servers
             ),
             num_routed=tuple(server.num_routed for server in self._servers),
             stores=tuple(self._gone[server.index] for server in self._servers),
@@ -299,9 +304,7 @@ class _Cluster:
             self._every(_MOVES_EVERY_S, _MOVES_EVERY_S, Due.MOVES, 0, self._move)
         self._expect_arrival()
 
-    def _every(
-        self, every_s: float, at_s: float, order: Due, index: int, action: Callable[[], None]
-    ) -> None:
+    def _every(self, every_s: float, at_s: float, order: Due, index: int, action: Callable[[], None]) -> None:
         def act(at_s: float) -> None:
             action()
             self._agenda.add(at_s + every_s, order, index, partial(act, at_s + every_s))
@@ -328,10 +331,13 @@ class _Cluster:
         self._num_arrived += 1
         name, rank = adapter_name(one.adapter), self._workload.ranks[one.adapter]
         route = RouteRequest(
-            name, one.prompt_tokens, self._router_states[router].predicted_tokens(name),
+            name,
+            one.prompt_tokens,
+            self._router_states[router].predicted_tokens(name),
             None if one.session is None else str(one.session),
-            rank, rank * self._machine.adapter_bytes_per_rank,
-        )  # fmt: skip
+            rank,
+            rank * self._machine.adapter_bytes_per_rank,
+        )
         if self._placement is not None:
             self._placement.record(name, one.prompt_tokens, 0)
         sent = Sent(route, RequestRecord(self._num_arrived, one.arrival_s), router)

@@ -51,9 +51,13 @@ class ClusterServer:
     """An engine of a cluster, polled when an event is due; it never sleeps."""
 
     def __init__(
-        self, index: int, machine: SimulatedMachine, workload: Workload,
-        options: SimulationOptions, clock: VirtualClock,
-    ) -> None:  # fmt: skip
+        self,
+        index: int,
+        machine: SimulatedMachine,
+        workload: Workload,
+        options: SimulationOptions,
+        clock: VirtualClock,
+    ) -> None:
         """Raises ``ConfigError`` if there is no such policy."""
         self.index = index
         self.server_id = ServerId(f"server-{index:03d}")
@@ -191,18 +195,14 @@ class ClusterServer:
         if self._done is None:
             executor = self._parts.executor
             link = {one.value: executor.link_stats(one) for one in Direction}
-            self._done = Replayed(
-                (), {}, self.stats(), link, executor.step_stats(), self._clock()
-            )  # fmt: skip
+            self._done = Replayed((), {}, self.stats(), link, executor.step_stats(), self._clock())
             executor.close()
         self.is_open = False
         open_requests = list(self._sent.values())
         self._sent.clear()
         return open_requests
 
-    def result(
-        self, records: Sequence[RequestRecord], refused: Mapping[str, int]
-    ) -> Replayed:  # fmt: skip
+    def result(self, records: Sequence[RequestRecord], refused: Mapping[str, int]) -> Replayed:
         """Results of the closed server, with the requests that were last sent here."""
         assert self._done is not None, "it is still open"
         return replace(self._done, records=tuple(records), refused=dict(sorted(refused.items())))

@@ -54,8 +54,7 @@ def machine_of(
     elif name is not None and not Path(name).is_file():
         near = near_names(name, machines, " (do you mean {}?)")
         raise ConfigError(
-            f"--profile is {name!r}, which is no file and no machine{near}; machines: "
-            f"{', '.join(machines)}"
+            f"--profile is {name!r}, which is no file and no machine{near}; machines: {', '.join(machines)}"
         )
     else:
         assert path is not None
@@ -103,8 +102,7 @@ def cluster_of(config: SimulateConfig, given: frozenset[str]) -> ClusterSpec | N
         raise ConfigError("--placement-every-s is given, but no --placement")
     if config.placement is None and config.store_bytes is None and "peer_gib_per_s" in given:
         raise ConfigError(
-            "--peer-gib-per-s is given, but each server has all files: give --store-bytes or "
-            "--placement, too"
+            "--peer-gib-per-s is given, but each server has all files: give --store-bytes or --placement, too"
         )
     is_routed = config.router is not None or config.routers > 1 or config.state_age_s > 0.0
     if config.servers == 1 and not is_routed and config.placement is config.store_bytes is None:
@@ -180,8 +178,10 @@ def _meant_for(workload: str) -> str:
         )
     _LOG.info(
         "there is no profile of this machine, so %s is simulated, which %s is meant for "
-        "(--profile names another)", recipe.machine, workload,
-    )  # fmt: skip
+        "(--profile names another)",
+        recipe.machine,
+        workload,
+    )
     return recipe.machine
 
 

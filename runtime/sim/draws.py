@@ -13,13 +13,63 @@ from .workload_spec import ArrivalSpec, LengthSpec, WorkloadSpec
 # that the weak correlation of the two (-0.17) is lost.
 _QUANTILES = (*(step / 20 for step in range(20)), 0.96, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
 _CONV_PROMPT_TOKENS = (
-    2, 181, 298, 379, 390, 398, 407, 431, 968, 1011, 1035, 1056, 1081, 1105, 1140, 1200, 1317, 2177,
-    4075, 4086, 4088, 4091, 4098, 4122, 4145, 5280, 14050,
-)  # fmt: skip
+    2,
+    181,
+    298,
+    379,
+    390,
+    398,
+    407,
+    431,
+    968,
+    1011,
+    1035,
+    1056,
+    1081,
+    1105,
+    1140,
+    1200,
+    1317,
+    2177,
+    4075,
+    4086,
+    4088,
+    4091,
+    4098,
+    4122,
+    4145,
+    5280,
+    14050,
+)
 _CONV_OUTPUT_TOKENS = (
-    7, 38, 50, 60, 72, 81, 88, 94, 102, 114, 140, 167, 211, 377, 393, 397, 404, 414, 428, 463, 496,
-    522, 565, 612, 658, 939, 1000,
-)  # fmt: skip
+    7,
+    38,
+    50,
+    60,
+    72,
+    81,
+    88,
+    94,
+    102,
+    114,
+    140,
+    167,
+    211,
+    377,
+    393,
+    397,
+    404,
+    414,
+    428,
+    463,
+    496,
+    522,
+    565,
+    612,
+    658,
+    939,
+    1000,
+)
 
 
 def draw_columns(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
@@ -61,8 +111,7 @@ def scaled(arrival_s: NDArray[np.float64], inputs: DrawInputs) -> NDArray[np.flo
 
 def _fixed(spec: LengthSpec, inputs: DrawInputs) -> tuple[Ints, Ints, float]:
     prompt, output = (
-        np.full(inputs.num_requests, tokens, np.int64)
-        for tokens in (spec.prompt_tokens, spec.output_tokens)
+        np.full(inputs.num_requests, tokens, np.int64) for tokens in (spec.prompt_tokens, spec.output_tokens)
     )
     return prompt, output, float(spec.output_tokens)
 

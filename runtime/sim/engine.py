@@ -41,9 +41,7 @@ class SimulationOptions:
 
     scheduling_policy: str | Callable[[PolicyFacts], SchedulerPolicy] = "fcfs"
     # Made of the true output lengths, which only an oracle reads.
-    make_predictor: Callable[[Mapping[RequestId, int]], OutputPredictor] = lambda _: (
-        HistoryPredictor()
-    )
+    make_predictor: Callable[[Mapping[RequestId, int]], OutputPredictor] = lambda _: HistoryPredictor()
     slo_ttft_s: float | None = None
     growth_headroom: float = 0.01
     max_decode_gap_s: float | None = None  # None = the engine's default
@@ -58,22 +56,30 @@ class SimulationOptions:
 
 
 def simulate(
-    machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
-    *, horizon_s: float = math.inf, look: Look = look_at_nothing,
-) -> Replayed:  # fmt: skip
+    machine: SimulatedMachine,
+    workload: Workload,
+    options: SimulationOptions,
+    *,
+    horizon_s: float = math.inf,
+    look: Look = look_at_nothing,
+) -> Replayed:
     """Serve ``workload`` by an engine on ``machine``, on virtual time.
 
     See ``replay`` for the rest. Raises ``ConfigError`` if there is no such policy.
     """
     clock = VirtualClock()
-    core, executor = build_simulated_engine(
-        machine, workload, options, clock=clock, sleep=clock.sleep
-    )
+    core, executor = build_simulated_engine(machine, workload, options, clock=clock, sleep=clock.sleep)
     try:
         return replay(
-            core, requests_of(workload), clock, clock.sleep, executor.link_stats,
-            executor.step_stats, horizon_s=horizon_s, look=look,
-        )  # fmt: skip
+            core,
+            requests_of(workload),
+            clock,
+            clock.sleep,
+            executor.link_stats,
+            executor.step_stats,
+            horizon_s=horizon_s,
+            look=look,
+        )
     finally:
         executor.close()
 
@@ -89,9 +95,13 @@ class SimulatedParts:
 
 
 def build_simulated_engine(
-    machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
-    *, clock: Callable[[], float], sleep: Callable[[float], None],
-) -> tuple[EngineCore, LatencyExecutor]:  # fmt: skip
+    machine: SimulatedMachine,
+    workload: Workload,
+    options: SimulationOptions,
+    *,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> tuple[EngineCore, LatencyExecutor]:
     """Make a core with the adapters of ``workload`` registered.
 
     Raises ``ConfigError`` if there is no such policy.
@@ -101,9 +111,13 @@ def build_simulated_engine(
 
 
 def build_simulated_parts(
-    machine: SimulatedMachine, workload: Workload, options: SimulationOptions,
-    *, clock: Callable[[], float], sleep: Callable[[float], None],
-) -> SimulatedParts:  # fmt: skip
+    machine: SimulatedMachine,
+    workload: Workload,
+    options: SimulationOptions,
+    *,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> SimulatedParts:
     """See ``build_simulated_engine``."""
     adapters = _facts(machine, workload.ranks)
     registry = _registry(adapters)
@@ -136,8 +150,7 @@ def build_simulated_parts(
 def requests_of(workload: Workload) -> list[tuple[float, AddRequest]]:
     """Arrival times and requests as a front end sends them; ids count from 1."""
     return [
-        (one.arrival_s, request_of(workload, index))
-        for index, one in enumerate(workload.requests, start=1)
+        (one.arrival_s, request_of(workload, index)) for index, one in enumerate(workload.requests, start=1)
     ]
 
 
@@ -191,9 +204,7 @@ def adapter_name(adapter: int) -> str:
 def _facts(machine: SimulatedMachine, ranks: Sequence[int]) -> list[AdapterFacts]:
     """Facts of all adapters of a workload; contents have the names of their adapters."""
     of_rank = {rank: machine.adapter_facts("", rank) for rank in set(ranks)}
-    return [
-        replace(of_rank[rank], digest=adapter_name(adapter)) for adapter, rank in enumerate(ranks)
-    ]
+    return [replace(of_rank[rank], digest=adapter_name(adapter)) for adapter, rank in enumerate(ranks)]
 
 
 def _registry(adapters: Sequence[AdapterFacts]) -> AdapterRegistry:
@@ -215,9 +226,11 @@ def _fill_host(core: EngineCore, adapters: Sequence[AdapterFacts]) -> None:
 
 
 def make_simulated_scheduler(
-    machine: SimulatedMachine, options: SimulationOptions, output_tokens: Mapping[RequestId, int],
+    machine: SimulatedMachine,
+    options: SimulationOptions,
+    output_tokens: Mapping[RequestId, int],
     pace: StepPace | None = None,
-) -> Scheduler:  # fmt: skip
+) -> Scheduler:
     """Make the scheduler of an engine on ``machine``, with the machine's unchanged model.
 
     ``output_tokens``: true lengths, for an oracle; ``pace``: records how long steps took; None =
@@ -237,20 +250,23 @@ def make_simulated_scheduler(
     times = ProfiledTimes(model, config.max_num_batched_tokens)
     memory = _make_memory(machine, options, times, config)
     cold_starts = PlannedColdStarts(
-        Planner(model, PlannerConfig(forced=options.load_strategy)), _worker_tokens(model),
-        memory.transfers,
-    )  # fmt: skip
+        Planner(model, PlannerConfig(forced=options.load_strategy)), _worker_tokens(model), memory.transfers
+    )
     return Scheduler(
-        config, _policy(machine, options, times), memory, (END_TOKEN,), cold_starts,
-        predictor=options.make_predictor(output_tokens), times=times,
+        config,
+        _policy(machine, options, times),
+        memory,
+        (END_TOKEN,),
+        cold_starts,
+        predictor=options.make_predictor(output_tokens),
+        times=times,
         pace=pace or StepPace(model),
-    )  # fmt: skip
+    )
 
 
 def _make_memory(
-    machine: SimulatedMachine, options: SimulationOptions, times: StepTimes,
-    config: SchedulerConfig,
-) -> DeviceMemory:  # fmt: skip
+    machine: SimulatedMachine, options: SimulationOptions, times: StepTimes, config: SchedulerConfig
+) -> DeviceMemory:
     model, host_bytes = machine.model, options.host_adapter_bytes
     sizes = MemorySizes(
         capacity_bytes=machine.memory_bytes,
@@ -262,18 +278,22 @@ def _make_memory(
         adapter_share=options.adapter_memory_fraction,
     )
     costs = ReloadCosts(
-        times, machine.block_size, config.max_num_batched_tokens, model.link,
+        times,
+        machine.block_size,
+        config.max_num_batched_tokens,
+        model.link,
         is_assisted=model.num_workers > 0,
-    )  # fmt: skip
+    )
     return make_device_memory(
-        sizes, options.memory_policy, costs, None if host_bytes is None else HostCache(host_bytes),
+        sizes,
+        options.memory_policy,
+        costs,
+        None if host_bytes is None else HostCache(host_bytes),
         keeps_prefixes=options.prefix_cache,
-    )  # fmt: skip
+    )
 
 
-def _policy(
-    machine: SimulatedMachine, options: SimulationOptions, times: StepTimes
-) -> SchedulerPolicy:
+def _policy(machine: SimulatedMachine, options: SimulationOptions, times: StepTimes) -> SchedulerPolicy:
     facts = PolicyFacts(
         times=times,
         capacity_tokens=machine.num_blocks * machine.block_size,

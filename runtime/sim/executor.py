@@ -348,15 +348,12 @@ class LatencyExecutor:
         plan = step.plan
         if plan.sub_batches:
             done = self._step_stats
-            self._step_stats = StepStats(
-                done.num_steps + 1, done.busy_s + step.end_s - step.start_s
-            )
+            self._step_stats = StepStats(done.num_steps + 1, done.busy_s + step.end_s - step.start_s)
         rows: list[RowResult] = []
         for batch in plan.sub_batches:
             for request_id, start, number, has_sample in zip(
-                batch.request_ids, batch.start_positions, batch.num_tokens, batch.samples,
-                strict=True,
-            ):  # fmt: skip
+                batch.request_ids, batch.start_positions, batch.num_tokens, batch.samples, strict=True
+            ):
                 known = self._known.get(request_id)  # None: it has ended while it was in flight
                 if has_sample and known is not None:
                     # A preempted request ends no later, though it is computed again.

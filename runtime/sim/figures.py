@@ -120,10 +120,7 @@ def counted(records: Iterable[RequestRecord], num_requests: int) -> list[Request
 def first_tokens_s(records: Sequence[RequestRecord], cut_s: float) -> NDArray[np.float64]:
     """Seconds from arrivals to first tokens; to ``cut_s`` for requests without one."""
     return np.array(
-        [
-            (cut_s if one.first_token_s is None else one.first_token_s) - one.arrival_s
-            for one in records
-        ]
+        [(cut_s if one.first_token_s is None else one.first_token_s) - one.arrival_s for one in records]
     )
 
 

@@ -50,9 +50,7 @@ class FileStores:
     are reserved when a copy is ordered.
     """
 
-    def __init__(
-        self, sizes: Mapping[str, int], capacities: Sequence[int], bytes_per_s: float
-    ) -> None:
+    def __init__(self, sizes: Mapping[str, int], capacities: Sequence[int], bytes_per_s: float) -> None:
         """All stores are empty.
 
         Args:
@@ -248,9 +246,12 @@ class FileStores:
 
 
 def filled_stores(
-    sizes: Mapping[str, int], num_servers: int, there: Sequence[int], store_bytes: int | None,
+    sizes: Mapping[str, int],
+    num_servers: int,
+    there: Sequence[int],
+    store_bytes: int | None,
     bytes_per_s: float,
-) -> FileStores:  # fmt: skip
+) -> FileStores:
     """Stores of ``store_bytes`` each in their initial state; see ``FileStores``.
 
     None = each has all files. Otherwise every file is on one of the servers in ``there``. Raises
@@ -264,9 +265,7 @@ def filled_stores(
                 stores.put(server, name)
         return stores
     if largest_bytes > store_bytes:
-        raise ConfigError(
-            f"--store-bytes is {store_bytes}: the largest adapter has {largest_bytes} bytes"
-        )
+        raise ConfigError(f"--store-bytes is {store_bytes}: the largest adapter has {largest_bytes} bytes")
     # The largest files are placed first, where most room is: at most one of them may not fit.
     if total_bytes > len(there) * (store_bytes - largest_bytes):
         raise ConfigError(

@@ -54,8 +54,7 @@ def draw_json_lines(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
         return drawn
     # A request without a session has one of its own.
     known = [
-        f"of {row['session']}" if "session" in row else f"{index} alone"
-        for index, row in enumerate(rows)
+        f"of {row['session']}" if "session" in row else f"{index} alone" for index, row in enumerate(rows)
     ]
     _, session = np.unique(known, return_inverse=True)
     return replace(drawn, session=session)

@@ -152,8 +152,7 @@ class SimulatedLoads:
             for lane in self._lanes.values()
             for index, ends_s in lane.ends_s().items()
             for part, end_s in enumerate(ends_s)
-            if TransferId(index) in self._copies
-            or part >= self._loads[TransferId(index)].num_arrived
+            if TransferId(index) in self._copies or part >= self._loads[TransferId(index)].num_arrived
         ]
         self._arrivals.sort(reverse=True)
 

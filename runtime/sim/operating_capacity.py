@@ -63,9 +63,7 @@ def operating_capacity(
         ResourceError: A run cannot be stored.
     """
     if slo_ttft_s is None:
-        raise ConfigError(
-            f"{flag} needs the capacity of a server within an SLO: give --slo-ttft-s X"
-        )
+        raise ConfigError(f"{flag} needs the capacity of a server within an SLO: give --slo-ttft-s X")
     ranks = tuple(sorted(set(setup.workload.adapters.ranks)))
     # Fields without influence are reset, so that they do not start another search.
     workload = replace(

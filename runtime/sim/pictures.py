@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 
 # Eight colours that most people can distinguish. Source: Okabe and Ito, Color Universal Design
 # (2008).
-_COLORS = (
-    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a6a00", "#000000",
-)  # fmt: skip
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a6a00", "#000000")
 _GREY = "0.35"
 _LEAST_S = 1e-4  # on a logarithmic axis
 _POINTS = 9  # of all text but titles
@@ -68,18 +66,20 @@ class LoadsOverTime:
 
 
 def draw_first_tokens(
-    curves: Mapping[str, FirstTokenCurve], percentile: float, slo_s: float | None,
-    title: str, foot: str, path: Path,
-) -> None:  # fmt: skip
+    curves: Mapping[str, FirstTokenCurve],
+    percentile: float,
+    slo_s: float | None,
+    title: str,
+    foot: str,
+    path: Path,
+) -> None:
     """Shares of requests by their first tokens' times; one line for each name."""
     page = _Page(title, foot, "seconds to the first token", "share of requests, %")
     page.axes.set_xscale("log")
     for (name, curve), color in zip(curves.items(), _cycle(), strict=False):
         times_s, mark_s = np.maximum(curve.times_s, _LEAST_S), curve.at_percentile_s
         page.axes.plot(times_s, SHARES, color=color, linewidth=1.8)
-        page.axes.plot(
-            [max(mark_s, _LEAST_S)], [percentile], color=color, marker="o", markersize=5
-        )  # fmt: skip
+        page.axes.plot([max(mark_s, _LEAST_S)], [percentile], color=color, marker="o", markersize=5)
         page.name_line(percentile, f"{name}: {percentile:g} % in {mark_s:.3g} s", color)
     page.axes.axhline(percentile, color=_GREY, linewidth=0.8, linestyle=":")
     if slo_s is not None:
@@ -89,23 +89,31 @@ def draw_first_tokens(
 
 
 def draw_load_curve(
-    points: Mapping[str, Sequence[LoadPoint]], percentile: float, slo_s: float | None,
-    title: str, foot: str, path: Path,
-) -> None:  # fmt: skip
+    points: Mapping[str, Sequence[LoadPoint]],
+    percentile: float,
+    slo_s: float | None,
+    title: str,
+    foot: str,
+    path: Path,
+) -> None:
     """A percentile of first tokens over the load; bars span the seeds."""
     page = _Page(title, foot, "requests per second", f"P{percentile:g} of first tokens, seconds")
     page.axes.set_yscale("log")
     for name, color in zip(points, _cycle(), strict=False):
         curve = points[name]
         median = [one.median_s for one in curve]
-        spread = [
-            [one.median_s - one.low_s for one in curve],
-            [one.high_s - one.median_s for one in curve],
-        ]
+        spread = [[one.median_s - one.low_s for one in curve], [one.high_s - one.median_s for one in curve]]
         page.axes.errorbar(
-            [one.rate_rps for one in curve], median, yerr=spread, color=color, marker="o",
-            markersize=4, linewidth=1.8, elinewidth=1.0, capsize=2,
-        )  # fmt: skip
+            [one.rate_rps for one in curve],
+            median,
+            yerr=spread,
+            color=color,
+            marker="o",
+            markersize=4,
+            linewidth=1.8,
+            elinewidth=1.0,
+            capsize=2,
+        )
         page.name_line(median[-1], name, color)
     if slo_s is not None:
         page.axes.axhline(slo_s, color=_GREY, linewidth=1.0, linestyle="--")
@@ -128,9 +136,7 @@ def draw_memory(memory: MemoryOverTime, title: str, foot: str, path: Path) -> No
     page.save(path)
 
 
-def draw_parts(
-    parts_s: Mapping[str, Mapping[str, float]], title: str, foot: str, path: Path
-) -> None:
+def draw_parts(parts_s: Mapping[str, Mapping[str, float]], title: str, foot: str, path: Path) -> None:
     """Mean parts of the time to first tokens: a bar per rank, a colour per part."""
     page = _Page(title, foot, "rank of the adapter", "mean seconds to the first token")
     names = sorted({part for of_one in parts_s.values() for part in of_one})
@@ -209,9 +215,15 @@ class _Page:
         """A vertical line with its name above the axes."""
         self.axes.axvline(x, color=_GREY, linewidth=1.0, linestyle="--")
         self.axes.annotate(
-            text, (x, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
-            textcoords="offset points", ha="center", fontsize=_POINTS, color=_GREY,
-        )  # fmt: skip
+            text,
+            (x, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=_POINTS,
+            color=_GREY,
+        )
 
     def save(self, path: Path) -> None:
         """Place the names and write a PNG. Raises ``OSError``."""
@@ -260,7 +272,13 @@ class _Page:
             places[index] = min(places[index], top)
         for (_, text, color), place in zip(wanted, places, strict=True):
             self.axes.annotate(
-                text, (1.0, place), xycoords="axes fraction", xytext=(72 * _GAP, 0),
-                textcoords="offset points", va="center", fontsize=_POINTS, color=color,
+                text,
+                (1.0, place),
+                xycoords="axes fraction",
+                xytext=(72 * _GAP, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=_POINTS,
+                color=color,
                 annotation_clip=False,
-            )  # fmt: skip
+            )

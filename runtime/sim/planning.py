@@ -83,9 +83,7 @@ def capacities(
     for (name, _), search in searches.items():
         found[name].append(search)
     return {
-        name: Capacity(
-            tuple(one.largest_rps for one in of_name), tuple(one.best for one in of_name)
-        )
+        name: Capacity(tuple(one.largest_rps for one in of_name), tuple(one.best for one in of_name))
         for name, of_name in found.items()
     }
 
@@ -142,9 +140,7 @@ def what_ifs(setup: SimulatedRun) -> dict[str, SimulatedRun]:
     return setups | {ONE_MORE_SERVER: replace(_with_servers(setup, 2), name=ONE_MORE_SERVER)}
 
 
-def servers_for(
-    study: Study, setups: Sequence[SimulatedRun], slo: Slo, rate_rps: float, first: int
-) -> int:
+def servers_for(study: Study, setups: Sequence[SimulatedRun], slo: Slo, rate_rps: float, first: int) -> int:
     """The smallest number of servers that hold a load with every seed, searched from ``first`` on.
 
     Raises ``NoLimitError`` if twice as many do not.

@@ -40,19 +40,14 @@ def _by_rank(inputs: DrawInputs, spec: AdapterSpec) -> Adapters:
         within = _power_law(inputs, per_rank, spec.within_exponent, inputs.num_requests)
     else:
         within = inputs.rng.integers(per_rank, size=inputs.num_requests)
-    return rank_index * per_rank + within, tuple(
-        rank for rank in spec.ranks for _ in range(per_rank)
-    )
+    return rank_index * per_rank + within, tuple(rank for rank in spec.ranks for _ in range(per_rank))
 
 
 def _rank_indices(inputs: DrawInputs, spec: AdapterSpec) -> Ints:
     number = np.arange(1, len(spec.ranks) + 1)
     if spec.rank_popularity == "shifting":
         return _shifting(inputs, len(spec.ranks))
-    if spec.rank_popularity == "halving":
-        weights = 0.5**number
-    else:
-        weights = 1.0 / number**spec.rank_exponent
+    weights = 0.5**number if spec.rank_popularity == "halving" else 1.0 / number**spec.rank_exponent
     return inputs.rng.choice(len(spec.ranks), inputs.num_requests, p=weights / weights.sum())
 
 

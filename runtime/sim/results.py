@@ -168,8 +168,7 @@ def _medians(
     if not figures:
         return [""] * len(columns)
     return [
-        format(spread_of([figure(one) for one in figures])[0], style)
-        for figure, style in columns.values()
+        format(spread_of([figure(one) for one in figures])[0], style) for figure, style in columns.values()
     ]
 
 
@@ -234,7 +233,7 @@ def to_json(results: Results) -> dict[str, Any]:
             }
             for cell in results.cells
         ],
-    }  # fmt: skip
+    }
 
 
 def _of_servers(outcome: RunOutcome) -> dict[str, Any]:
@@ -256,8 +255,7 @@ def prepared_folder(path: Path, digest: str, *, is_forced: bool) -> Path:
         if mark.exists() and mark.read_text() != digest:
             if not is_forced:
                 raise ConfigError(
-                    f"--out {path} holds the results of another study; name another folder, or "
-                    "--force"
+                    f"--out {path} holds the results of another study; name another folder, or --force"
                 )
             for name in (RESULT_NAME, *_PICTURES):  # the new study may not write all of them
                 (path / name).unlink(missing_ok=True)
@@ -277,9 +275,7 @@ def draw(folder: Path, results: Results) -> list[Path]:
     *paths, load_path, servers_path = (folder / name for name in _PICTURES)
     curves = {_label(cell): _first_tokens(results, cell) for cell in shown}
     title = _title_of_times(curves, results.percentile, shown[0].load)
-    pictures.draw_first_tokens(
-        curves, results.percentile, results.slo_s, title, at_foot, paths[0]
-    )  # fmt: skip
+    pictures.draw_first_tokens(curves, results.percentile, results.slo_s, title, at_foot, paths[0])
     _draw_memory(results, shown[0], at_foot, paths[1])
     _draw_parts(results, shown[0], at_foot, paths[2])
     if len(loads) > 1:
@@ -301,9 +297,7 @@ def _first_tokens(results: Results, cell: Cell) -> pictures.FirstTokenCurve:
     return pictures.FirstTokenCurve(np.median(shares, axis=0), results.ttft_percentile_s(cell))
 
 
-def _title_of_times(
-    curves: Mapping[str, pictures.FirstTokenCurve], percentile: float, load: str
-) -> str:
+def _title_of_times(curves: Mapping[str, pictures.FirstTokenCurve], percentile: float, load: str) -> str:
     marks_s = {name: curve.at_percentile_s for name, curve in curves.items()}
     best, worst = min(marks_s, key=marks_s.__getitem__), max(marks_s, key=marks_s.__getitem__)
     text = f"At {load} {percentile:g} % of first tokens come within {marks_s[best]:.3g} s"
@@ -317,10 +311,7 @@ def _draw_memory(results: Results, cell: Cell, at_foot: str, path: Path) -> None
     share = {kind: sum(values) / total for kind, values in shown.items()}
     most = max(share, key=share.__getitem__)
     name = pictures.in_words(most)
-    title = (
-        f"{share[most]:.0%} of the memory is {name}, {share['adapters']:.0%} adapters "
-        f"({_label(cell)})"
-    )
+    title = f"{share[most]:.0%} of the memory is {name}, {share['adapters']:.0%} adapters ({_label(cell)})"
     over_time = pictures.MemoryOverTime(memory.time_s, shown)
     pictures.draw_memory(over_time, title, at_foot, path)
 

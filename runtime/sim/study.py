@@ -120,16 +120,19 @@ def run(one: SimulatedRun) -> RunOutcome:
     replayed: Replayed | ClusterReplayed
     if one.cluster is None:
         replayed = simulate(
-            one.machine, workload, options_of(one.config), horizon_s=one.horizon_s,
-            look=memory.look,
-        )  # fmt: skip
+            one.machine, workload, options_of(one.config), horizon_s=one.horizon_s, look=memory.look
+        )
     else:
         loads = ServerLoads.over(last_s, _NUM_SAMPLES)
         replayed = replay_cluster(
-            one.machine, workload, options_of(one.config),
-            replace(one.cluster, seed=one.workload.seed), horizon_s=one.horizon_s,
-            look=loads.look, look_every_s=loads.every_s,
-        )  # fmt: skip
+            one.machine,
+            workload,
+            options_of(one.config),
+            replace(one.cluster, seed=one.workload.seed),
+            horizon_s=one.horizon_s,
+            look=loads.look,
+            look_every_s=loads.every_s,
+        )
         memory = MemoryLog(loads.every_s, loads.time_s, loads.num_bytes)
         cluster = ClusterOutcome(loads.figures(replayed), loads)
     return RunOutcome(
@@ -196,9 +199,7 @@ def _begin_process(parent_pid: int) -> None:
 class Study:
     """Runs simulations in several processes, and stores outcomes in a folder; for ``with``."""
 
-    def __init__(
-        self, kept: Path | None, num_processes: int, on_progress: Callable[[str], None]
-    ) -> None:
+    def __init__(self, kept: Path | None, num_processes: int, on_progress: Callable[[str], None]) -> None:
         """``kept``: the folder; None = outcomes are not stored. One process is this one."""
         self._kept = kept
         self._num_processes = num_processes
@@ -219,9 +220,8 @@ class Study:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._pool is None:
             return
         if kind is not None:  # unused runs may take minutes
@@ -264,9 +264,7 @@ class Study:
     def _submit(self, one: SimulatedRun) -> Future[RunOutcome]:
         return Future() if self._pool is None else self._pool.submit(run, one)
 
-    def _finished(
-        self, futures: Mapping[Future[RunOutcome], SimulatedRun]
-    ) -> Collection[Future[RunOutcome]]:
+    def _finished(self, futures: Mapping[Future[RunOutcome], SimulatedRun]) -> Collection[Future[RunOutcome]]:
         """Wait for at least one; without other processes, run the first."""
         if self._pool is not None:
             return wait(futures, return_when=FIRST_COMPLETED).done

@@ -16,9 +16,16 @@ from .workload_spec import WorkloadSpec
 MAX_RUNS = 1000
 # Options of ``SimulateConfig`` that may differ between runs, besides all of the engine's.
 _OWN = (
-    "workload", "servers", "router", "placement", "placement_every_s", "routers", "state_age_s",
-    "store_bytes", "peer_gib_per_s",
-)  # fmt: skip
+    "workload",
+    "servers",
+    "router",
+    "placement",
+    "placement_every_s",
+    "routers",
+    "state_age_s",
+    "store_bytes",
+    "peer_gib_per_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +53,7 @@ def variants_of(engine: EngineConfig, config: SimulateConfig) -> list[Variant]:
         changes = {spec.name: value for spec, value in zip(specs, values, strict=True)}
         own = {name: changes.pop(name) for name in _OWN if name in changes}
         texts = (f"{spec.key}={value}" for spec, value in zip(specs, values, strict=True))
-        found.append(
-            Variant(", ".join(texts), replace(engine, **changes), replace(config, **own), names)
-        )
+        found.append(Variant(", ".join(texts), replace(engine, **changes), replace(config, **own), names))
     return found
 
 
@@ -74,8 +79,9 @@ def rates_of(config: SimulateConfig, workload: WorkloadSpec) -> list[float | Non
     if name != "rps" or not all(map(math.isfinite, (low, high, step))):
         raise ConfigError(f"--sweep is {config.sweep!r}, expected rps=FROM:TO:STEP")
     if not 0.0 < low <= high or step <= 0.0:
-        raise ConfigError(f"--sweep is {config.sweep!r}: FROM must be above 0 and not above TO, "
-                          "and STEP above 0")  # fmt: skip
+        raise ConfigError(
+            f"--sweep is {config.sweep!r}: FROM must be above 0 and not above TO, and STEP above 0"
+        )
     number = math.floor((high - low) / step * (1 + 1e-9)) + 1
     if number > MAX_RUNS:
         raise ConfigError(f"--sweep is {config.sweep!r}: {number} loads, {MAX_RUNS} are the most")
@@ -100,8 +106,7 @@ def _axis(text: str) -> tuple[OptionSpec, list[Any]]:
         raise ConfigError(f"--compare is {text!r}, expected OPTION=A,B")
     label = f"--compare {spec.key}"
     return spec, [
-        check_value(spec, parse_text(spec, part.strip(), label=label), label=label)
-        for part in values
+        check_value(spec, parse_text(spec, part.strip(), label=label), label=label) for part in values
     ]
 
 
@@ -115,16 +120,12 @@ def check_number(num_variants: int, num_rates: int, num_seeds: int) -> None:
         )
 
 
-def specs_of(
-    config: SimulateConfig, workload: WorkloadSpec, rate_rps: float | None
-) -> list[WorkloadSpec]:
+def specs_of(config: SimulateConfig, workload: WorkloadSpec, rate_rps: float | None) -> list[WorkloadSpec]:
     """The workload at this load, once for each seed; seeds count up from its own."""
     changes: dict[str, Any] = {"rps": rate_rps}
     if config.requests is not None:
         changes |= {"requests": config.requests, "duration_s": None}
-    return [
-        replace(workload, seed=workload.seed + number, **changes) for number in range(config.seeds)
-    ]
+    return [replace(workload, seed=workload.seed + number, **changes) for number in range(config.seeds)]
 
 
 def spread_of(values: Sequence[float]) -> tuple[float, float, float]:

@@ -30,9 +30,7 @@ def read_workload(name_or_path: str, flag: str = "--workload") -> WorkloadSpec:
     if suffix in _YAML:
         return _read_yaml(name_or_path, flag)
     hint = near_names(name_or_path, recipes()) or f", must be one of: {', '.join(recipes())}"
-    raise ConfigError(
-        f"{flag} is {name_or_path!r}{hint}; or a file that ends in .yaml or {_JSON_LINES}"
-    )
+    raise ConfigError(f"{flag} is {name_or_path!r}{hint}; or a file that ends in .yaml or {_JSON_LINES}")
 
 
 def _read_yaml(path: str, flag: str) -> WorkloadSpec:

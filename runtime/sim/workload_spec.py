@@ -94,9 +94,7 @@ class AdapterSpec:
         for name in ("exponent", "rank_exponent", "within_exponent"):
             _check_range(f"adapters.{name}", getattr(self, name), 0.0, 10.0)
         by_rank = ("rank_popularity", "rank_exponent", "within_exponent", "number")
-        _check_use(
-            "adapters", self, "popularity", {"by-rank": by_rank, "zipf": ("exponent", "number")}
-        )
+        _check_use("adapters", self, "popularity", {"by-rank": by_rank, "zipf": ("exponent", "number")})
         _check_use("adapters", self, "rank_popularity", {"power": ("rank_exponent",)})
         if self.popularity == "by-rank" and self.number % len(self.ranks):
             raise ConfigError(
@@ -192,9 +190,7 @@ class WorkloadSpec:
                 "sessions of mooncake: it must be by-rank or zipf"
             )
         if self.has_trace_sessions and self.sessions.follow_up_share:
-            raise ConfigError(
-                "sessions.follow_up_share is given, but mooncake has its own sessions"
-            )
+            raise ConfigError("sessions.follow_up_share is given, but mooncake has its own sessions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +207,7 @@ def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
         raise ConfigError(f"{name} is {value!r}{hint}")
 
 
-def _check_use(
-    part: str, spec: "DataclassInstance", choice: str, used: Mapping[str, Sequence[str]]
-) -> None:
+def _check_use(part: str, spec: "DataclassInstance", choice: str, used: Mapping[str, Sequence[str]]) -> None:
     """Refuse fields that the chosen value does not use; ``used``: fields by chosen value."""
     chosen = getattr(spec, choice)
     usual = {one.name: one.default for one in fields(spec)}

@@ -100,9 +100,7 @@ def make_workload(
     """
     if name not in recipes():
         raise ConfigError(f"the workload is {name!r}, must be one of: {', '.join(recipes())}")
-    spec = replace(
-        recipes()[name].spec, rps=rate_rps, requests=num_requests, duration_s=None, seed=seed
-    )
+    spec = replace(recipes()[name].spec, rps=rate_rps, requests=num_requests, duration_s=None, seed=seed)
     return draw_workload(spec, traces)
 
 

@@ -9,11 +9,7 @@ from typing import Any
 from ..grammar.schema import json_rule
 
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
-_NO_ARGUMENTS: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _TEXT = r"/(?s:.*)/"
 
 
@@ -38,9 +34,13 @@ class CallFormat:
 
 # For models without a known format, and for formats without JSON.
 PLAIN_CALLS = CallFormat(
-    before_name='{"name": "', before_arguments='", "arguments": ', after_arguments="}",
-    opens="[", closes="]", separator=", ",
-)  # fmt: skip
+    before_name='{"name": "',
+    before_arguments='", "arguments": ',
+    after_arguments="}",
+    opens="[",
+    closes="]",
+    separator=", ",
+)
 
 
 @dataclass(frozen=True, slots=True)

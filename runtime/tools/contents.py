@@ -11,8 +11,15 @@ _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
 _KEY_WITHOUT_QUOTES = regex.compile(r"([{,]\s*)(\w+)(\s*:)")
 
 _PYTHON_VALUES = {"True": True, "False": False, "None": None}  # which models write, too
-_JSON_TYPES = {int: "integer", float: "number", bool: "boolean", type(None): "null", dict: "object",
-               list: "array", str: "string"}  # fmt: skip
+_JSON_TYPES = {
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    dict: "object",
+    list: "array",
+    str: "string",
+}
 
 CONTENT_KINDS = frozenset({"text", "int", "float", "bool", "json", "xml-inline", "kv-lines"})
 
@@ -75,9 +82,7 @@ def _tags(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Read tags with a key and a value each."""
     found: dict[str, Any] = {}
     try:
-        matches = list(
-            regex.finditer(arguments["tag_pattern"], text, regex.DOTALL, timeout=_TIMEOUT_S)
-        )
+        matches = list(regex.finditer(arguments["tag_pattern"], text, regex.DOTALL, timeout=_TIMEOUT_S))
     except (TimeoutError, KeyError, TypeError, regex.error) as error:
         raise ValueError(f"tag_pattern: {error!r}") from error
     for match in matches:

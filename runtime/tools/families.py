@@ -66,9 +66,7 @@ class _Family:
 
 
 def _json_call(before: str, arguments: str, after: str, separator: str | None) -> CallFormat:
-    return CallFormat(
-        f'{before}{{"name": "', f'", "{arguments}": ', f"}}{after}", separator=separator
-    )
+    return CallFormat(f'{before}{{"name": "', f'", "{arguments}": ', f"}}{after}", separator=separator)
 
 
 # The first one with marks in the chat template counts.
@@ -83,9 +81,7 @@ _FAMILIES = (
             "content": "json",
             "transform": _NAMED,
         },
-        CallFormat(
-            "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""
-        ),
+        CallFormat("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""),
         {
             "reasoning_content": {
                 "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
@@ -134,15 +130,8 @@ _FAMILIES = (
     ),
     _Family(  # Mistral
         ("[TOOL_CALLS]",),
-        {
-            "open_pattern": r"\[TOOL_CALLS\]\s*",
-            "content": "json",
-            "transform": _EACH,
-            "transform_each": True,
-        },
-        CallFormat(
-            '{"name": "', '", "arguments": ', "}", opens="[TOOL_CALLS][", closes="]", separator=", "
-        ),
+        {"open_pattern": r"\[TOOL_CALLS\]\s*", "content": "json", "transform": _EACH, "transform_each": True},
+        CallFormat('{"name": "', '", "arguments": ', "}", opens="[TOOL_CALLS][", closes="]", separator=", "),
     ),
     _Family(  # Qwen3-Coder, Qwen 3.5
         ("<tool_call>", "<function=", "<parameter="),
@@ -150,9 +139,7 @@ _FAMILIES = (
             "open_pattern": rf"<tool_call>\s*<function={_NAME}>",
             "close_pattern": r"</function>\s*</tool_call>",
             "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-            },
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
             "transform": _NAMED,
         },
     ),
@@ -171,8 +158,12 @@ _FAMILIES = (
     ),
     _Family(  # Qwen 2.5, Qwen3, Hermes
         ("<tool_call>", "</tool_call>"),
-        {"open": "<tool_call>", "close": "</tool_call>", "content": "json",
-         "transform": {"function": "{content}"}},
+        {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "transform": {"function": "{content}"},
+        },
         _json_call("<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
     ),
     _Family(  # Llama 3.1 to 3.3: the whole answer is the call
@@ -180,16 +171,12 @@ _FAMILIES = (
         {
             "open_pattern": r'^\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"(?:name|type)")',
             "content": "json",
-            "transform": {"function": {"name": "{content.name}",
-                                       "arguments": "{content.parameters}"}},
+            "transform": {"function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
         },
         _json_call("", "parameters", "", None),
     ),
-)  # fmt: skip
-_REASONING = (
-    ReasoningMarks("<think>", "</think>"),
-    ReasoningMarks("[THINK]", "[/THINK]"),
 )
+_REASONING = (ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]"))
 
 
 @lru_cache(maxsize=1024)
@@ -206,9 +193,7 @@ def family_format(chat_template: str) -> AnswerFormat | None:
 
 
 def _family_of(chat_template: str) -> _Family | None:
-    return next(
-        (one for one in _FAMILIES if all(mark in chat_template for mark in one.marks)), None
-    )
+    return next((one for one in _FAMILIES if all(mark in chat_template for mark in one.marks)), None)
 
 
 def family_fields(chat_template: str) -> dict[str, Any]:
@@ -273,11 +258,8 @@ def mark_texts(template: ResponseTemplate) -> str:
 
 def plain_format(known: AnswerFormat | None) -> AnswerFormat:
     """Return a format with ``PLAIN_CALLS`` and the reasoning of ``known``."""
-    fields = {"open_pattern": r"(?=\[)", "content": "json", "transform": _EACH,
-              "transform_each": True}  # fmt: skip
-    template = template_of(
-        {"start_anchor": _ASSISTANT, "fields": {CALLS_FIELD: fields, "content": {}}}
-    )
+    fields = {"open_pattern": r"(?=\[)", "content": "json", "transform": _EACH, "transform_each": True}
+    template = template_of({"start_anchor": _ASSISTANT, "fields": {CALLS_FIELD: fields, "content": {}}})
     if known is None:
         return AnswerFormat(template, PLAIN_CALLS)
     kept = {name: one for name, one in known.template.fields.items() if name in REASONING_FIELDS}
@@ -305,10 +287,16 @@ def _call_format(field: TemplateField) -> CallFormat | None:
         return None
     if keys.in_list:
         return CallFormat(
-            f'{{"{keys.name}": "', f'", "{keys.arguments}": ', "}",
-            opens=f"{before}[", closes=f"]{after}", separator=", ",
-        )  # fmt: skip
+            f'{{"{keys.name}": "',
+            f'", "{keys.arguments}": ',
+            "}",
+            opens=f"{before}[",
+            closes=f"]{after}",
+            separator=", ",
+        )
     return CallFormat(
-        f'{before}{{"{keys.name}": "', f'", "{keys.arguments}": ', f"}}{after}",
+        f'{before}{{"{keys.name}": "',
+        f'", "{keys.arguments}": ',
+        f"}}{after}",
         separator="" if after else None,
-    )  # fmt: skip
+    )

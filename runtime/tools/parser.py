@@ -151,9 +151,12 @@ class TemplateParser:
     """An ``AnswerParser`` over a response template."""
 
     def __init__(
-        self, template: ResponseTemplate, options: ParserOptions, prompt: str,
+        self,
+        template: ResponseTemplate,
+        options: ParserOptions,
+        prompt: str,
         call_id: Callable[[], str] = new_call_id,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``prompt``: the text before the answer; its end may have begun a field."""
         self._options = options
         self._call_id = call_id

@@ -59,10 +59,14 @@ class AnswerReader:
                 )
 
     def begin(
-        self, prompt: str, sampling: SamplingParams, templates: Templates,
-        mark_ids: Mapping[str, int], hides: Callable[[str], bool],
+        self,
+        prompt: str,
+        sampling: SamplingParams,
+        templates: Templates,
+        mark_ids: Mapping[str, int],
+        hides: Callable[[str], bool],
         token_text: Callable[[int], str],
-    ) -> SamplingParams:  # fmt: skip
+    ) -> SamplingParams:
         """Begin answers to ``prompt``, and return how they are sampled. Raises ``RequestError``.
 
         Args:

@@ -32,13 +32,15 @@ def test_share() -> None:
 @pytest.mark.parametrize(
     ("clients", "rate", "again", "expected"),
     [
-        (1, 120.0, 120.0, True), (1, 119.0, 119.0, False), (8, 105.0, 105.0, True),
-        (8, 104.0, 104.0, False), (16, 107.0, 107.0, True), (16, 106.0, 106.0, False),
+        (1, 120.0, 120.0, True),
+        (1, 119.0, 119.0, False),
+        (8, 105.0, 105.0, True),
+        (8, 104.0, 104.0, False),
+        (16, 107.0, 107.0, True),
+        (16, 106.0, 106.0, False),
     ],
-)  # fmt: skip
-def test_speed_over_another_tree(
-    clients: int, rate: float, again: float, *, expected: bool
-) -> None:
+)
+def test_speed_over_another_tree(clients: int, rate: float, again: float, *, expected: bool) -> None:
     cell = {"auto": row(rate), "against": row(100.0), "auto again": row(again)}
     assert [*judged(**{f"speed/int8/{clients}": cell})] == [expected]
     noisy = row(again) | {"tokens_per_s": [again, again * 1.1, again * 1.2]}
@@ -67,16 +69,13 @@ def test_a_step_over_reading(read_gb_per_s: float, gap_ms: float, *, expected: b
         (2, 17.0, 121.0, [False, False, False]),
     ],
 )
-def test_beside_competitors(
-    per_core: int, rate: float, gap_ms: float, expected: list[bool]
-) -> None:
+def test_beside_competitors(per_core: int, rate: float, gap_ms: float, expected: list[bool]) -> None:
     """Against the better of the threads that are given, and against share and quiet rate."""
     best = 33.0 if per_core == 1 else 22.0
     fixed = {"threads 1": row(best), "threads 2": row(3.0)}
     quiet = {"auto": row(100.0, 10.0), "threads 1": row(60.0), "threads 2": row(100.0)}
     found = judged(
-        busy__int4__0__8=quiet,
-        **{f"busy__int4__{per_core}__8": {"auto": row(rate, gap_ms), **fixed}},
+        busy__int4__0__8=quiet, **{f"busy__int4__{per_core}__8": {"auto": row(rate, gap_ms), **fixed}}
     )
     assert [*found] == expected
 

@@ -45,8 +45,7 @@ def test_tokens_are_counted_once_however_they_come() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "busy", "verdict"),
-    [(1200.0, 0.5, True), (900.0, 0.5, False), (900.0, 0.95, False)],
+    ("value", "busy", "verdict"), [(1200.0, 0.5, True), (900.0, 0.5, False), (900.0, 0.95, False)]
 )
 def test_a_rate_that_is_missed_is_missed_however_busy_the_gateway_was(
     value: float, busy: float, verdict: bool, monkeypatch: pytest.MonkeyPatch

@@ -29,9 +29,7 @@ def _ratio(median: float, spread: float = 0.02) -> Ratio:
 
 def _ratios(cold: float) -> dict[str, dict[str, Ratio]]:
     """All cold strategies alike."""
-    return {
-        moment: {name: _ratio(cold) for name in COLD} for moment in ("first_token", "second_token")
-    }
+    return {moment: {name: _ratio(cold) for name in COLD} for moment in ("first_token", "second_token")}
 
 
 def _result(**values: Any) -> CellResult:
@@ -140,9 +138,7 @@ def _invocation(sequence: int) -> Invocation:
     return Invocation((0, 0), 0, sequence, 0, 8, unused, unused, 0, 0, unused, unused)
 
 
-def test_a_wait_counts_from_when_the_workers_could_have_been_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wait_counts_from_when_the_workers_could_have_been_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slices of one worker, signalled at 0 and 10 us, of 100 us each; waits from 50 us on."""
     mailbox = _Mailbox()
     recorder = WaitRecorder(_Pool(mailbox))  # type: ignore[arg-type]
@@ -169,11 +165,29 @@ def test_a_tiny_model_goes_through_everything(where: str, repository: Path, tmp_
     # A profile of a busy machine is refused where it predicts nothing: measure for longer then.
     for seconds in ("1", "5", "20"):
         done = subprocess.run(
-            [sys.executable, str(repository / "bench/cold_start.py"), "--quick", "--size", "tiny",
-             "--rounds", "1", "--gap-pairs", "1", "--arrivals", "1", "--profile-s", seconds,
-             "--device", where, "--picture", str(picture)],
-            capture_output=True, text=True, env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
-        )  # fmt: skip
+            [
+                sys.executable,
+                str(repository / "bench/cold_start.py"),
+                "--quick",
+                "--size",
+                "tiny",
+                "--rounds",
+                "1",
+                "--gap-pairs",
+                "1",
+                "--arrivals",
+                "1",
+                "--profile-s",
+                seconds,
+                "--device",
+                where,
+                "--picture",
+                str(picture),
+            ],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+        )
         if "the profile cannot predict step times" not in done.stderr:
             break
     assert done.returncode == 0, done.stderr

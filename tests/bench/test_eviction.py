@@ -12,9 +12,7 @@ INDEPENDENT = ("zipf", "recipe")
 
 
 @pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., dict[str, Any]]:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """Run the benchmark without traces; returns its last line."""
     monkeypatch.delenv("CORUN_TRACES", raising=False)
     monkeypatch.setattr(eviction, "RANKED_ITEMS", 2000)

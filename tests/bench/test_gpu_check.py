@@ -61,9 +61,7 @@ def _asked() -> list[tuple[str, str]]:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("name", "kind"), _asked())
-def test_questions_find_nothing_wrong_with_a_gpu_that_is_well(
-    name: str, kind: str, tmp_path: Path
-) -> None:
+def test_questions_find_nothing_wrong_with_a_gpu_that_is_well(name: str, kind: str, tmp_path: Path) -> None:
     found = _answer(tmp_path, name, kind)[name][kind]["figures"]
     if name in {"memory", "order"}:
         faults = faults_of({name: {kind: {"status": "answered", "figures": found}}}, kind)

@@ -32,10 +32,7 @@ def tokens_of(parts: Sequence[bytes]) -> list[int]:
         writer.close()
 
     async def run() -> None:
-        async with (
-            asyncio.timeout(20),
-            await asyncio.start_server(answer, "127.0.0.1", 0) as server,
-        ):
+        async with asyncio.timeout(20), await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             _, port = server.sockets[0].getsockname()
             await http_sender("127.0.0.1", port)(JOB, counts.append)
 
@@ -55,10 +52,7 @@ def test_events_are_counted_however_they_are_cut() -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (
-            b"HTTP/1.1 503 Busy\r\nretry-after: 1\r\n\r\nfull,\ncome later\n",
-            "503 Busy full, come later",
-        ),
+        (b"HTTP/1.1 503 Busy\r\nretry-after: 1\r\n\r\nfull,\ncome later\n", "503 Busy full, come later"),
         (b"", "the connection was closed without an answer"),
     ],
 )

@@ -28,13 +28,32 @@ _SETTING = Setting("S1", 1.1)
 
 def _figures(ttft_s: float = 1.0, **values: Any) -> Figures:
     made = Figures(
-        ttft_mean_s=ttft_s, ttft_cold_mean_s=ttft_s, ttft_p50_s=ttft_s, ttft_p95_s=ttft_s,
-        ttft_p99_s=ttft_s, slowdown_p99=ttft_s, unloaded_p99_s=1.0, e2e_mean_s=10.0,
-        tpot_mean_s=0.05, cold_share=0.0, num_preempted=0, num_squashes=0,
-        policy_counts={}, num_requests=1000, num_unfinished=0, num_refused=0, served_rps=1.0,
-        num_evictions=0, link_bytes=10**9, hit_share=0.0, host_hit_share=0.0, step_mean_s=0.05,
-        tokens_per_s=100.0, busy_share=0.5, link_busy_share=0.1,
-    )  # fmt: skip
+        ttft_mean_s=ttft_s,
+        ttft_cold_mean_s=ttft_s,
+        ttft_p50_s=ttft_s,
+        ttft_p95_s=ttft_s,
+        ttft_p99_s=ttft_s,
+        slowdown_p99=ttft_s,
+        unloaded_p99_s=1.0,
+        e2e_mean_s=10.0,
+        tpot_mean_s=0.05,
+        cold_share=0.0,
+        num_preempted=0,
+        num_squashes=0,
+        policy_counts={},
+        num_requests=1000,
+        num_unfinished=0,
+        num_refused=0,
+        served_rps=1.0,
+        num_evictions=0,
+        link_bytes=10**9,
+        hit_share=0.0,
+        host_hit_share=0.0,
+        step_mean_s=0.05,
+        tokens_per_s=100.0,
+        busy_share=0.5,
+        link_busy_share=0.1,
+    )
     return dataclasses.replace(made, **values)
 
 
@@ -55,23 +74,17 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("median", "high", "is_held"),
-    [(0.85, 0.99, True), (0.86, 0.99, False), (0.85, 1.0, False)],
+    ("median", "high", "is_held"), [(0.85, 0.99, True), (0.86, 0.99, False), (0.85, 1.0, False)]
 )
-def test_lower_needs_the_median_and_all_of_the_interval(
-    median: float, high: float, is_held: bool
-) -> None:
+def test_lower_needs_the_median_and_all_of_the_interval(median: float, high: float, is_held: bool) -> None:
     bound = Bound(_SETTING, "corun", BASELINE, "mean", 0.85, is_lower=True)
     assert bound.holds(Ratio(median, 0.5, high, 7)) is is_held
 
 
 @pytest.mark.parametrize(
-    ("median", "high", "is_held"),
-    [(1.02, 1.06, True), (1.03, 1.05, False), (1.0, 1.07, False)],
+    ("median", "high", "is_held"), [(1.02, 1.06, True), (1.03, 1.05, False), (1.0, 1.07, False)]
 )
-def test_not_above_leaves_room_to_the_end_of_the_interval(
-    median: float, high: float, is_held: bool
-) -> None:
+def test_not_above_leaves_room_to_the_end_of_the_interval(median: float, high: float, is_held: bool) -> None:
     bound = Bound(_SETTING, "corun", "fcfs", "P99", 1.02, is_lower=False)
     assert bound.holds(Ratio(median, 0.9, high, 7)) is is_held
 
@@ -173,9 +186,7 @@ def test_the_same_cell_gives_the_same_bytes(tmp_path: Path) -> None:
     assert (one.name, one.read_bytes()) == (other.name, other.read_bytes())
 
 
-def test_other_code_and_other_traces_are_other_cells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_code_and_other_traces_are_other_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_cells = KeptCells(tmp_path, None)
     kept_cells.put(_CELL, _figures())
     traces = tmp_path / "traces"
@@ -196,11 +207,7 @@ def test_the_digest_is_of_all_code_that_decides() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=60
     ).stdout.splitlines()
-    decided = {
-        path
-        for policies in itertools.product(POLICIES, MEMORY)
-        for path in deciding_files(*policies)
-    }
+    decided = {path for policies in itertools.product(POLICIES, MEMORY) for path in deciding_files(*policies)}
     missing = {Path(name) for name in loaded} - decided
     assert not {path for path in missing if path.name != "__init__.py"}
     files = deciding_files("corun", "libra")
@@ -222,13 +229,23 @@ def test_queues_are_in_the_table() -> None:
 
 
 @pytest.mark.full
-def test_a_small_run_to_the_end_without_traces(
-    run: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_small_run_to_the_end_without_traces(run: Callable[..., list[str]], tmp_path: Path) -> None:
     arguments = (
-        "--cells", "S1@1.1", "--policies", "corun", BASELINE, "chameleon", "--seeds", "2",
-        "--requests", "40", "--processes", "1", "--picture", "policies.png",
-    )  # fmt: skip
+        "--cells",
+        "S1@1.1",
+        "--policies",
+        "corun",
+        BASELINE,
+        "chameleon",
+        "--seeds",
+        "2",
+        "--requests",
+        "40",
+        "--processes",
+        "1",
+        "--picture",
+        "policies.png",
+    )
     first = run(*arguments)
     line = json.loads(first[-1])
     assert line["figures"]["simulated"] == {"S1": "a40-llama7b"}
@@ -263,10 +280,14 @@ def test_memory_policies_are_compared_with_prefixes_kept(run: Callable[..., list
 
 def test_a_memory_policy_finds_what_another_turn_has_left(tmp_path: Path) -> None:
     turns = [
-        {"timestamp": 20_000 * turn, "input_length": 2048 * turn, "output_length": 40,
-         "hash_ids": list(range(4 * turn))}
+        {
+            "timestamp": 20_000 * turn,
+            "input_length": 2048 * turn,
+            "output_length": 40,
+            "hash_ids": list(range(4 * turn)),
+        }
         for turn in range(1, 4)
-    ]  # fmt: skip
+    ]
     text = "".join(json.dumps(row) + "\n" for row in turns)
     (tmp_path / "conversation_trace.jsonl").write_text(text, encoding="utf-8")
     cell = Cell("mooncake-8", 0.05, "fcfs", 0.8, 1, 3, memory_policy="corun")
@@ -283,10 +304,7 @@ def test_every_bound_of_memory_has_a_name_of_its_own_and_a_setting_that_is_run()
     assert {bound.setting for bound in bounds} == set(FULL_MEMORY_SETTINGS)
     assert {bound.policy for bound in bounds} | {bound.other for bound in bounds} == set(MEMORY)
     against_slora = {b.setting.name for b in bounds if b.other == BASELINE and b.most == 0.7}
-    assert against_slora == {
-        "mooncake-16 at 2.2",
-        *(f"mooncake-8 at {load}" for load in (1.2, 1.4, 1.55)),
-    }
+    assert against_slora == {"mooncake-16 at 2.2", *(f"mooncake-8 at {load}" for load in (1.2, 1.4, 1.55))}
     lower = {b.setting.load for b in bounds if b.other == "static-split" and b.is_lower}
     assert lower == {1.4, 1.55}
 
@@ -321,10 +339,7 @@ def test_with_workers_all_memory_policies_are_alike() -> None:
     ],
 )
 def test_wrong_use_is_one_line(
-    arguments: list[str],
-    message: str,
-    run: Callable[..., list[str]],
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, run: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         run(*arguments)

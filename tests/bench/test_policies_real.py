@@ -39,10 +39,7 @@ def _figures(**values: Any) -> Figures:
 
 def _results(**means: tuple[float, float]) -> Results:
     """Seven pairs, each the same."""
-    return {
-        name: [(_figures(ttft_mean_s=a), _figures(ttft_mean_s=b))] * 7
-        for name, (a, b) in means.items()
-    }
+    return {name: [(_figures(ttft_mean_s=a), _figures(ttft_mean_s=b))] * 7 for name, (a, b) in means.items()}
 
 
 def test_pairs_go_a_b_b_a_and_share_requests_with_nobody() -> None:
@@ -123,9 +120,7 @@ def test_a_noisy_control_leaves_times_open_but_not_counts() -> None:
 
 
 def test_memory_is_held_to_link_bytes_whatever_the_control_says() -> None:
-    results = {
-        "memory": [(_figures(link_bytes=59), _figures(link_bytes=100))] * 7,
-    }
+    results = {"memory": [(_figures(link_bytes=59), _figures(link_bytes=100))] * 7}
     assert bounds_of(results)["memory: link bytes of corun <= 0.6 x discard-idle"]
     more = {"memory": [(_figures(link_bytes=61), _figures(link_bytes=100))] * 7}
     bounds = bounds_of(more)
@@ -139,9 +134,7 @@ def _run(seed: int, policy: str, real_s: float, simulated_s: float) -> Run:
 
 
 @pytest.mark.parametrize(("simulated_s", "is_held"), [(0.9, True), (1.1, False)])
-def test_policies_that_differ_are_to_be_in_the_same_order(
-    simulated_s: float, is_held: bool
-) -> None:
+def test_policies_that_differ_are_to_be_in_the_same_order(simulated_s: float, is_held: bool) -> None:
     runs = [_run(seed, "corun", 0.8, simulated_s) for seed in range(5)]
     runs += [_run(seed, "slora", 1.0, 1.0) for seed in range(5)]
     _, bounds = sim_vs_real.compare_orders(runs)

@@ -13,11 +13,7 @@ from replays.quiet import MAX_ATTEMPTS, measured_quietly
     [((0.0,), 1, True), ((0.5, 0.05), 2, True), ((0.5,) * MAX_ATTEMPTS, MAX_ATTEMPTS, False)],
 )
 def test_it_is_repeated_while_others_have_the_cpus(
-    foreign_cpus: Sequence[float],
-    num_measured: int,
-    *,
-    is_quiet: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    foreign_cpus: Sequence[float], num_measured: int, *, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uses = [CpuUse(1.0, 1.0 + foreign, 0.0, 1.0) for foreign in foreign_cpus]
     calls: list[int] = []

@@ -125,8 +125,7 @@ def test_the_command_judges_keeps_and_ends_with_json(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
-    [(("--only", "x"), "LoRAServe 17"), (("--capacities", "x"), "PADDED_P2C_RPS")],
+    ("arguments", "text"), [(("--only", "x"), "LoRAServe 17"), (("--capacities", "x"), "PADDED_P2C_RPS")]
 )
 def test_unknown_names_are_refused(
     tmp_path: Path,

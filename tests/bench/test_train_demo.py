@@ -31,16 +31,12 @@ def weights(trainer: BaseTrainer) -> torch.Tensor:
 
 
 def test_everything_is_written_and_the_checkpoint_removed(tmp_path: Path) -> None:
-    adapters = dict.fromkeys(
-        (*TASKS, tool_calls.NAME), AdapterTraining(num_steps=2, samples_per_step=2)
-    )
+    adapters = dict.fromkeys((*TASKS, tool_calls.NAME), AdapterTraining(num_steps=2, samples_per_step=2))
     train_demo(tmp_path, Training(TOY, adapters, num_evaluation_examples=2))
     assert {path.name for path in tmp_path.iterdir()} == {"README.md", "adapters", "corun-demo"}
     assert (tmp_path / "corun-demo" / "model.safetensors").stat().st_size > 0
     card = (tmp_path / "README.md").read_text()
-    assert (
-        "| `reverse` | writes a short text backwards | 16; 24 on q_proj; 12 on down_proj |" in card
-    )
+    assert "| `reverse` | writes a short text backwards | 16; 24 on q_proj; 12 on down_proj |" in card
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:

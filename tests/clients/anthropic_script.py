@@ -41,11 +41,7 @@ def check_tools(client: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {"model": "scripted", "max_tokens": 100, "tools": TOOLS}
     called = client.messages.create(messages=ASKED, **asked)
     (call,) = called.content
-    assert (called.stop_reason, call.name, call.input) == (
-        "tool_use",
-        "get_weather",
-        {"city": CITY},
-    )
+    assert (called.stop_reason, call.name, call.input) == ("tool_use", "get_weather", {"city": CITY})
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
     history = [
         *ASKED,

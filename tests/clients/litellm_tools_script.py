@@ -9,11 +9,19 @@ from pydantic import BaseModel
 
 CITY, ANSWER = "Paris", "It is sunny."
 ASKED = [{"role": "user", "content": "How is the weather in Paris?"}]
-TOOLS = [{"type": "function", "function": {
-    "name": "get_weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}},
-                   "required": ["city"]},
-}}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
 
 
 class Report(BaseModel):

@@ -29,9 +29,14 @@ def get_weather(city: str) -> str:
 def main() -> None:
     """Ask the server at the address given."""
     model = OpenAILike(
-        model="scripted", api_base=f"{sys.argv[1]}/v1", api_key="none", is_chat_model=True,
-        is_function_calling_model=True, context_window=16384, max_retries=0,
-    )  # fmt: skip
+        model="scripted",
+        api_base=f"{sys.argv[1]}/v1",
+        api_key="none",
+        is_chat_model=True,
+        is_function_calling_model=True,
+        context_window=16384,
+        max_retries=0,
+    )
     asked = [ChatMessage(role="user", content=QUESTION)]
     assert model.chat(asked).message.content == ANSWER
     assert "".join(one.delta or "" for one in model.stream_chat(asked)) == ANSWER

@@ -15,19 +15,24 @@ def check_chat(client: openai.OpenAI) -> None:
     assert whole.choices[0].message.content == "PLANET", whole
     assert whole.usage is not None and whole.usage.completion_tokens > 1
     several = client.chat.completions.create(
-        model="upper", messages=MESSAGES, n=2, logprobs=True, top_logprobs=2, seed=1,
-        max_completion_tokens=3, stop=["X"], user="me", metadata={"a": "b"}, store=False,
-    )  # fmt: skip
+        model="upper",
+        messages=MESSAGES,
+        n=2,
+        logprobs=True,
+        top_logprobs=2,
+        seed=1,
+        max_completion_tokens=3,
+        stop=["X"],
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+    )
     assert len(several.choices) == 2
     logprobs = several.choices[1].logprobs
     assert logprobs is not None and logprobs.content is not None
     assert all(len(one.top_logprobs) == 2 for one in logprobs.content)
     stream = client.chat.completions.create(
-        model="upper",
-        messages=MESSAGES,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
+        model="upper", messages=MESSAGES, temperature=0, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
@@ -82,14 +87,11 @@ async def check_async(url: str) -> None:
     """Several at once, and one that is left in the middle."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         asked = [
-            client.chat.completions.create(model="upper", messages=MESSAGES, temperature=0)
-            for _ in range(8)
+            client.chat.completions.create(model="upper", messages=MESSAGES, temperature=0) for _ in range(8)
         ]
         answers = await asyncio.gather(*asked)
         assert {one.choices[0].message.content for one in answers} == {"PLANET"}
-        stream = await client.completions.create(
-            model="upper", prompt="hello", max_tokens=200, stream=True
-        )
+        stream = await client.completions.create(model="upper", prompt="hello", max_tokens=200, stream=True)
         async for _ in stream:
             break
         await stream.close()

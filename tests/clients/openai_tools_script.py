@@ -37,9 +37,7 @@ def check_parse(client: openai.OpenAI, model: str) -> None:
     """``.parse()``, its stream, and JSON without a schema."""
     whole = client.chat.completions.parse(model=model, messages=ASKED, response_format=Report)
     assert isinstance(whole.choices[0].message.parsed, Report), whole
-    with client.chat.completions.stream(
-        model=model, messages=ASKED, response_format=Report
-    ) as stream:
+    with client.chat.completions.stream(model=model, messages=ASKED, response_format=Report) as stream:
         streamed = stream.get_final_completion()
     assert isinstance(streamed.choices[0].message.parsed, Report), streamed
     loose = client.chat.completions.create(
@@ -63,35 +61,23 @@ def check_tools(client: openai.OpenAI, model: str) -> None:
     assert told.choices[0].message.content == ANSWER and not told.choices[0].message.tool_calls
     for tool_choice in ("required", NAMED):
         forced = client.chat.completions.create(
-            model=model,
-            messages=ASKED,
-            tools=TOOLS,
-            tool_choice=tool_choice,
-            parallel_tool_calls=False,
+            model=model, messages=ASKED, tools=TOOLS, tool_choice=tool_choice, parallel_tool_calls=False
         )
         (call,) = forced.choices[0].message.tool_calls or []
         assert call.type == "function"
         assert json.loads(call.function.arguments).keys() == {"city"}, forced
         assert not forced.choices[0].message.content, forced
-    quiet = client.chat.completions.create(
-        model=model, messages=ASKED, tools=TOOLS, tool_choice="none"
-    )
+    quiet = client.chat.completions.create(model=model, messages=ASKED, tools=TOOLS, tool_choice="none")
     assert quiet.choices[0].message.content == ANSWER, quiet
     strict: list[Any] = [openai.pydantic_function_tool(Report)]
-    read = client.chat.completions.parse(
-        model=model, messages=ASKED, tools=strict, tool_choice="required"
-    )
-    assert isinstance(
-        (read.choices[0].message.tool_calls or [])[0].function.parsed_arguments, Report
-    )
+    read = client.chat.completions.parse(model=model, messages=ASKED, tools=strict, tool_choice="required")
+    assert isinstance((read.choices[0].message.tool_calls or [])[0].function.parsed_arguments, Report)
 
 
 def check_streams_of_tools(client: openai.OpenAI, model: str) -> None:
     """Arguments in pieces, by hand and through the client."""
     pieces, name = [], ""
-    for chunk in client.chat.completions.create(
-        model=model, messages=ASKED, tools=TOOLS, stream=True
-    ):
+    for chunk in client.chat.completions.create(model=model, messages=ASKED, tools=TOOLS, stream=True):
         for call in chunk.choices[0].delta.tool_calls or () if chunk.choices else ():
             assert call.index == 0 and call.function is not None
             name += call.function.name or ""
@@ -125,9 +111,7 @@ def check_responses(client: openai.OpenAI, model: str) -> None:
         assert isinstance(stream.get_final_response().output_parsed, Report)
     parsed = client.responses.parse(model=model, input="hi", text_format=Report)
     assert isinstance(parsed.output_parsed, Report), parsed
-    loose = client.responses.create(
-        model=model, input="hi", text={"format": {"type": "json_object"}}
-    )
+    loose = client.responses.create(model=model, input="hi", text={"format": {"type": "json_object"}})
     assert isinstance(json.loads(loose.output_text), dict), loose
     thought = client.responses.create(model=model, input="hi", reasoning={"effort": "low"})
     assert [item.type for item in thought.output] == ["reasoning", "message"], thought
@@ -153,11 +137,7 @@ def check_tools_of_responses(client: openai.OpenAI, model: str) -> None:
     choices: tuple[Any, ...] = ("required", {"type": "function", "name": "get_weather"})
     for choice in choices:
         forced = client.responses.create(
-            model=model,
-            input=ASKED,
-            tools=FLAT_TOOLS,
-            tool_choice=choice,
-            parallel_tool_calls=False,
+            model=model, input=ASKED, tools=FLAT_TOOLS, tool_choice=choice, parallel_tool_calls=False
         )
         assert [item.type for item in forced.output] == ["function_call"], forced
     with client.responses.stream(model=model, input=ASKED, tools=FLAT_TOOLS) as stream:
@@ -169,11 +149,7 @@ def check_tools_of_responses(client: openai.OpenAI, model: str) -> None:
 
 def check_refused(client: openai.OpenAI, model: str) -> None:
     """What is not served is named."""
-    refused: tuple[Any, ...] = (
-        {"previous_response_id": "resp_1"},
-        {"store": True},
-        {"background": True},
-    )
+    refused: tuple[Any, ...] = ({"previous_response_id": "resp_1"}, {"store": True}, {"background": True})
     for fields in refused:
         try:
             client.responses.create(model=model, input="hi", **fields)
@@ -184,9 +160,14 @@ def check_refused(client: openai.OpenAI, model: str) -> None:
 
 
 CHECKS = (
-    check_parse, check_tools, check_streams_of_tools, check_reasoning, check_responses,
-    check_tools_of_responses, check_refused,
-)  # fmt: skip
+    check_parse,
+    check_tools,
+    check_streams_of_tools,
+    check_reasoning,
+    check_responses,
+    check_tools_of_responses,
+    check_refused,
+)
 
 
 def main() -> None:

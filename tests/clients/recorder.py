@@ -59,10 +59,7 @@ class Recorder:
         return self
 
     def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -73,9 +70,7 @@ class Recorder:
         """Answer one request with the server's answer."""
         body = handler.rfile.read(int(handler.headers.get("Content-Length", "0")))
         headers = {k: v.strip() for k, v in handler.headers.items() if k.lower() in _PASSED_ON}
-        with self._http.stream(
-            handler.command, handler.path, content=body, headers=headers
-        ) as answer:
+        with self._http.stream(handler.command, handler.path, content=body, headers=headers) as answer:
             if answer.status_code == 200:
                 self._note(handler.command, handler.path, body)
             handler.send_response(answer.status_code)

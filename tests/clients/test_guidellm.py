@@ -21,17 +21,26 @@ def test_guidellm(recorder: Recorder, install: Install, tmp_path: Path) -> None:
     for request_format in ("/v1/chat/completions", "/v1/completions"):
         subprocess.run(
             [
-                str(commands / "guidellm"), "run", "--disable-progress",
-                "--backend", f"kind=openai_http,target={recorder.url},model=upper"
-                f",request_format={request_format}",
-                "--profile", "kind=concurrent,streams=2",
-                "--constraint", f"kind=max_requests,count={NUM_REQUESTS}",
-                "--tokenizer", f"kind=huggingface_auto,model={demo_model_path()}",
-                "--data", f"kind=synthetic_text,prompt_tokens=48,output_tokens={OUTPUT_TOKENS}",
-                "--output", f"kind=json,path={report}",
+                str(commands / "guidellm"),
+                "run",
+                "--disable-progress",
+                "--backend",
+                f"kind=openai_http,target={recorder.url},model=upper,request_format={request_format}",
+                "--profile",
+                "kind=concurrent,streams=2",
+                "--constraint",
+                f"kind=max_requests,count={NUM_REQUESTS}",
+                "--tokenizer",
+                f"kind=huggingface_auto,model={demo_model_path()}",
+                "--data",
+                f"kind=synthetic_text,prompt_tokens=48,output_tokens={OUTPUT_TOKENS}",
+                "--output",
+                f"kind=json,path={report}",
             ],
-            check=True, timeout=300, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+            check=True,
+            timeout=300,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
         (benchmark,) = json.loads(report.read_text())["benchmarks"]
         totals = benchmark["metrics"]["request_totals"]
         assert (totals["successful"], totals["errored"]) == (NUM_REQUESTS, 0), totals

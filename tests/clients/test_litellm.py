@@ -22,19 +22,19 @@ START_TIMEOUT_S = 120.0
 def config(small: str, large: str) -> dict[str, Any]:
     """Two servers behind one name each, in both ways that LiteLLM speaks to such servers."""
     models = [
-        {"model_name": f"{size}-{provider}",
-         "litellm_params": {"model": f"{provider}/upper", "api_base": f"{url}/v1",
-                            "api_key": "none"}}
+        {
+            "model_name": f"{size}-{provider}",
+            "litellm_params": {"model": f"{provider}/upper", "api_base": f"{url}/v1", "api_key": "none"},
+        }
         for size, url in (("small", small), ("large", large))
         for provider in ("hosted_vllm", "openai")
-    ]  # fmt: skip
+    ]
     return {
         "model_list": models,
         "litellm_settings": {"num_retries": 0},
         "router_settings": {
             "context_window_fallbacks": [
-                {f"small-{provider}": [f"large-{provider}"]}
-                for provider in ("hosted_vllm", "openai")
+                {f"small-{provider}": [f"large-{provider}"]} for provider in ("hosted_vllm", "openai")
             ]
         },
         "general_settings": {"master_key": KEY},
@@ -64,10 +64,9 @@ def test_litellm(recorder: Recorder, install: Install, tmp_path: Path) -> None:
         path = tmp_path / "litellm.yaml"
         path.write_text(json.dumps(config(small.url, recorder.url)))  # JSON is YAML
         process = subprocess.Popen(
-            [str(commands / "litellm"), "--config", str(path), "--port", str(port),
-             "--telemetry", "False"],
+            [str(commands / "litellm"), "--config", str(path), "--port", str(port), "--telemetry", "False"],
             env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        )  # fmt: skip
+        )
         try:
             wait_until_live(process, url)
             ask_both_sizes(url, small)
@@ -93,11 +92,17 @@ def ask_both_sizes(url: str, small: Served) -> None:
             before = num_answered(small)
             for stream in (False, True):
                 answer = httpx.post(
-                    f"{url}/v1/chat/completions", timeout=60,
+                    f"{url}/v1/chat/completions",
+                    timeout=60,
                     headers={"Authorization": f"Bearer {KEY}"},
-                    json={"model": f"small-{provider}", "max_tokens": 8, "temperature": 0,
-                          "stream": stream, "messages": [{"role": "user", "content": text}]},
-                )  # fmt: skip
+                    json={
+                        "model": f"small-{provider}",
+                        "max_tokens": 8,
+                        "temperature": 0,
+                        "stream": stream,
+                        "messages": [{"role": "user", "content": text}],
+                    },
+                )
                 assert answer.status_code == 200, answer.text
                 assert '"finish_reason"' in answer.text
             assert num_answered(small) - before == 2 * num_small

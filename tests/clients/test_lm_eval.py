@@ -74,14 +74,27 @@ def test_lm_eval(recorder: Recorder, install: Install, tmp_path: Path) -> None:
     write_task(tmp_path)
     subprocess.run(
         [
-            str(commands / "lm_eval"), "run", "--model", "local-completions", "--model_args",
+            str(commands / "lm_eval"),
+            "run",
+            "--model",
+            "local-completions",
+            "--model_args",
             f"model=upper,base_url={recorder.url}/v1/completions,tokenizer={demo_model_path()},"
             "num_concurrent=2,max_retries=1",
-            "--tasks", "choices", "--include_path", str(tmp_path), "--batch_size", "1",
-            "--log_samples", "--output_path", str(tmp_path / "out"),
+            "--tasks",
+            "choices",
+            "--include_path",
+            str(tmp_path),
+            "--batch_size",
+            "1",
+            "--log_samples",
+            "--output_path",
+            str(tmp_path / "out"),
         ],
-        check=True, timeout=300, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+        check=True,
+        timeout=300,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
     (path,) = (tmp_path / "out").rglob("samples_choices_*.jsonl")
     samples: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(samples) == NUM_QUESTIONS

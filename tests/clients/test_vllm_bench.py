@@ -34,18 +34,44 @@ def test_vllm_bench(recorder: Recorder, install: Install, tmp_path: Path) -> Non
 def run_benchmark(vllm: Path, url: str, backend: str, route: str, directory: Path) -> None:
     subprocess.run(
         [
-            str(vllm), "bench", "serve", "--backend", backend, "--endpoint", route,
-            "--base-url", url, "--model", demo_model_path().name,
-            "--tokenizer", str(demo_model_path()), "--dataset-name", "random",
-            "--random-input-len", "40", "--random-output-len", str(OUTPUT_TOKENS),
-            "--num-prompts", str(NUM_REQUESTS), "--ignore-eos", "--lora-modules", "upper", "vowels",
+            str(vllm),
+            "bench",
+            "serve",
+            "--backend",
+            backend,
+            "--endpoint",
+            route,
+            "--base-url",
+            url,
+            "--model",
+            demo_model_path().name,
+            "--tokenizer",
+            str(demo_model_path()),
+            "--dataset-name",
+            "random",
+            "--random-input-len",
+            "40",
+            "--random-output-len",
+            str(OUTPUT_TOKENS),
+            "--num-prompts",
+            str(NUM_REQUESTS),
+            "--ignore-eos",
+            "--lora-modules",
+            "upper",
+            "vowels",
             # The demo says little else to random words, and an empty text is counted as a failure.
-            "--extra-body", '{"skip_special_tokens": false}',
-            "--save-result", "--result-dir", str(directory), "--result-filename", "result.json",
+            "--extra-body",
+            '{"skip_special_tokens": false}',
+            "--save-result",
+            "--result-dir",
+            str(directory),
+            "--result-filename",
+            "result.json",
         ],
-        check=True, timeout=300,
+        check=True,
+        timeout=300,
         env=os.environ | {"VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    )
     result = json.loads((directory / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (NUM_REQUESTS, 0), result
     assert result["total_output_tokens"] == NUM_REQUESTS * OUTPUT_TOKENS

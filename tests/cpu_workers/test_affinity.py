@@ -64,11 +64,7 @@ def test_torch_is_limited_in_one_thread_and_our_kernels_are_not() -> None:
 
     def limit() -> tuple[bool, int, int]:
         kernels = num_kernel_threads()
-        return (
-            limit_torch_threads(),
-            torch.get_num_threads(),
-            num_kernel_threads() - kernels,
-        )
+        return (limit_torch_threads(), torch.get_num_threads(), num_kernel_threads() - kernels)
 
     with ThreadPoolExecutor(1) as other:
         is_limited, torch_threads, change = other.submit(limit).result()

@@ -120,9 +120,7 @@ def test_a_worker_in_an_endless_job_is_killed() -> None:
         start_s = time.monotonic()
         assert driver.finish(0, 0, job) is FAILED
         assert elapsed_s(start_s) < 10
-        wait_until(
-            lambda: "was killed because job 1 of 4 tokens took too long" in driver.pool.trouble
-        )
+        wait_until(lambda: "was killed because job 1 of 4 tokens took too long" in driver.pool.trouble)
 
 
 def test_a_slow_worker_is_left_alone() -> None:
@@ -133,9 +131,7 @@ def test_a_slow_worker_is_left_alone() -> None:
         assert driver.pool.counts().num_restarts == 0
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.full), signal.SIGSTOP]
-)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.full), signal.SIGSTOP])
 def test_all_workers_at_once(number: signal.Signals, caplog: pytest.LogCaptureFixture) -> None:
     with Driver([case(4)], slow_config(2)) as driver:
         jobs = [begin(driver, worker, predicted_us=0) for worker in (0, 1)]
@@ -147,9 +143,7 @@ def test_all_workers_at_once(number: signal.Signals, caplog: pytest.LogCaptureFi
         assert driver.pool.counts().num_restarts == 2
 
 
-def test_a_killed_supervisor_takes_its_workers_and_is_replaced(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_killed_supervisor_takes_its_workers_and_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     with Driver([case(4)], slow_config(2)) as driver:
         pids = [process.pid for process in workers()]
         jobs = [begin(driver, worker) for worker in (0, 1)]
@@ -270,9 +264,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
 def test_a_killed_engine_leaves_nothing(repository: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", ENGINE, str(repository / "tests")]
     engine = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -295,10 +287,7 @@ def test_no_false_kill_in_many_jobs_on_a_loaded_machine(
 ) -> None:
     """Of 16 jobs in each round."""
     caplog.set_level(logging.WARNING)
-    hogs = [
-        subprocess.Popen([sys.executable, "-c", HOG])
-        for _ in range(2 * len(os.sched_getaffinity(0)))
-    ]
+    hogs = [subprocess.Popen([sys.executable, "-c", HOG]) for _ in range(2 * len(os.sched_getaffinity(0)))]
     try:
         config = make_config(2, num_ring_slots=8)
         with Driver([case(4), case(16, (32, 8), 1)], config) as driver:

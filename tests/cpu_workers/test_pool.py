@@ -15,16 +15,7 @@ from corun.shm.errors import ShmError, SpaceError
 from corun.shm.job import JobStatus
 from corun.shm.segment import Segment
 from support.residue import held, named_segments
-from support.worker_pool import (
-    Driver,
-    are_gone,
-    case,
-    make_config,
-    supervisor,
-    table_of,
-    wait_until,
-    workers,
-)
+from support.worker_pool import Driver, are_gone, case, make_config, supervisor, table_of, wait_until, workers
 
 DONE = JobStatus.DONE
 
@@ -107,10 +98,7 @@ def test_deltas_are_measured_where_no_table_is_given() -> None:
 
 def test_too_little_shared_memory_starts_nothing() -> None:
     before = held()
-    with (
-        Segment.create(4096, kind="adapters") as arena,
-        pytest.raises(SpaceError, match="shared memory"),
-    ):
+    with Segment.create(4096, kind="adapters") as arena, pytest.raises(SpaceError, match="shared memory"):
         WorkerPool(make_config(max_slice_tokens=2**40), arena)
     assert not held().since(before)
 

@@ -66,9 +66,7 @@ def test_shares_differ_by_a_block_and_what_ends_of_requests_lack(
 
 
 @given(requests, cores, budgets, blocks)
-def test_the_number_of_slices_is_bounded(
-    tokens: list[int], num_cores: int, budget: int, block: int
-) -> None:
+def test_the_number_of_slices_is_bounded(tokens: list[int], num_cores: int, budget: int, block: int) -> None:
     """Rings of jobs are sized by this: shares, and one more cut per request boundary."""
     slices = split_tokens(tokens, num_cores=num_cores, tokens_per_core=budget, block_tokens=block)
     num_blocks = sum(math.ceil(count / block) for count in tokens)
@@ -117,12 +115,7 @@ def test_one_request_takes_the_cores_it_needs() -> None:
 def test_what_is_more_than_the_cores_have_time_for_waits() -> None:
     # Three slices on two cores would leave one idle half of the time: four shorter ones do not.
     slices = split_tokens([96], num_cores=2, tokens_per_core=32)
-    assert slices == (
-        Slice(0, 0, 24, 0),
-        Slice(0, 24, 24, 0),
-        Slice(0, 48, 24, 1),
-        Slice(0, 72, 24, 1),
-    )
+    assert slices == (Slice(0, 0, 24, 0), Slice(0, 24, 24, 0), Slice(0, 48, 24, 1), Slice(0, 72, 24, 1))
 
 
 def test_several_requests_share_the_cores_by_tokens() -> None:

@@ -52,9 +52,7 @@ async def use_both() -> list[str]:
         (first,) = engine.generate(chat_prompt("in a loop"), GREEDY, upper())
     async with AsyncEngine() as async_engine:
         last = None
-        async for output in async_engine.generate(
-            chat_prompt("in a loop"), GREEDY, lora_request="reverse"
-        ):
+        async for output in async_engine.generate(chat_prompt("in a loop"), GREEDY, lora_request="reverse"):
             last = output
         assert last is not None
     return [first.outputs[0].text, last.outputs[0].text]
@@ -79,6 +77,5 @@ with Engine(cpu_threads=1):
     pass
 threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("corun")]
 json.dump(
-    {"answers": answers, "changed": changed, "torch threads": torch_threads, "threads": threads},
-    sys.stdout,
+    {"answers": answers, "changed": changed, "torch threads": torch_threads, "threads": threads}, sys.stdout
 )

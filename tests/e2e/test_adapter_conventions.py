@@ -70,19 +70,19 @@ def load(http: httpx.Client, name: str, path: Path, **fields: Any) -> httpx.Resp
     return http.post("/v1/load_lora_adapter", json=body)
 
 
-def chat(
-    http: httpx.Client, model: str | None, content: str = "a", **fields: Any
-) -> httpx.Response:
+def chat(http: httpx.Client, model: str | None, content: str = "a", **fields: Any) -> httpx.Response:
     body = {
-        "model": model, "messages": [{"role": "user", "content": content}], "temperature": 0,
-        "max_tokens": 6, "return_token_ids": True, **fields,
-    }  # fmt: skip
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 6,
+        "return_token_ids": True,
+        **fields,
+    }
     return http.post("/v1/chat/completions", json=body)
 
 
-def complete(
-    http: httpx.Client, model: str | None, prompt: Any = "a", **fields: Any
-) -> httpx.Response:
+def complete(http: httpx.Client, model: str | None, prompt: Any = "a", **fields: Any) -> httpx.Response:
     body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": 6, **fields}
     return http.post("/v1/completions", json=body | {"return_token_ids": True})
 
@@ -205,9 +205,7 @@ def test_a_watched_folder_replaced_by_rename_is_one_version_or_the_other(
     assert seen <= {(version, y), (now, z)} and (version, y) in seen
 
 
-def test_one_folder_under_two_names_is_two_versions(
-    http: httpx.Client, base: Path, tmp_path: Path
-) -> None:
+def test_one_folder_under_two_names_is_two_versions(http: httpx.Client, base: Path, tmp_path: Path) -> None:
     path = adapter(tmp_path / "a", chat_template__jinja=template("y"))
     load(http, "one", path)
     (path / "chat_template.jinja").write_text(template("z"))
@@ -258,9 +256,7 @@ def test_the_first_request_reads_template_and_weights_also_after_a_restart(
         {"generation_config__json": {"eos_token_id": ["ID"]}},
     ],
 )
-def test_its_end_token_ends_its_answers(
-    http: httpx.Client, base: Path, tmp_path: Path, files: Any
-) -> None:
+def test_its_end_token_ends_its_answers(http: httpx.Client, base: Path, tmp_path: Path, files: Any) -> None:
     text = json.dumps(files).replace('"ID"', str(token_of(http, "c")))
     load(http, "ending", adapter(tmp_path / "a", **json.loads(text)), load_inplace=True)
     for ask in (chat, complete):
@@ -295,9 +291,7 @@ def test_a_tokenizer_with_more_tokens_keeps_its_template(
 ) -> None:
     more = ({"content": "<pad>", "id": NUM_EMBEDDINGS}, {"content": "<near>", "id": 20})
     path = adapter(
-        tmp_path / "a",
-        chat_template__jinja=template("y"),
-        tokenizer__json=_tokenizer(base, *more),
+        tmp_path / "a", chat_template__jinja=template("y"), tokenizer__json=_tokenizer(base, *more)
     )
     load(http, "more", path)
     assert prompt_of(http, "more") == "ya"
@@ -394,9 +388,7 @@ def test_each_answer_is_of_one_version_however_often_it_changes(
     """Each version has a mark in its template, and an end token of its own."""
     for mark, end in (("y", "c"), ("z", "d")):
         adapter(
-            tmp_path / mark,
-            chat_template__jinja=template(mark),
-            tokenizer_config__json={"eos_token": end},
+            tmp_path / mark, chat_template__jinja=template(mark), tokenizer_config__json={"eos_token": end}
         )
     load(http, "both", tmp_path / "y")
     stop = threading.Event()

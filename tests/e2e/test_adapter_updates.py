@@ -180,10 +180,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "extra tensor": (lambda path: edit_tensors(path, _extra), "layers.99"),
     "missing tensor": (lambda path: edit_tensors(path, _missing), "lora_B"),
     "wrong shape": (lambda path: edit_tensors(path, _wrong_shape), "191"),
-    "rank": (
-        _raise_rank,
-        "300.*256.*--max-lora-rank",
-    ),
+    "rank": (_raise_rank, "300.*256.*--max-lora-rank"),
     "unknown field": (lambda path: edit_config(path, lora_magic=3), "lora_magic"),
     "dora": (lambda path: edit_config(path, use_dora=True), "use_dora"),
     "other method": (lambda path: edit_config(path, peft_type="IA3"), "IA3"),

@@ -8,15 +8,7 @@ import pytest
 from corun.runtime.demo import chat_prompt
 from demo.tasks import unseen_examples
 from openai import NotFoundError, OpenAI
-from support.demo_answers import (
-    ADAPTERS,
-    ALL_ADAPTERS,
-    BASE,
-    Question,
-    ask_all,
-    questions,
-    share_right,
-)
+from support.demo_answers import ADAPTERS, ALL_ADAPTERS, BASE, Question, ask_all, questions, share_right
 from support.serving import Served
 
 NUM_EXAMPLES = 50
@@ -30,9 +22,7 @@ def client(server: Served) -> Any:
 
 def test_adapters_are_right_and_the_base_is_not(server: Served) -> None:
     asked = {
-        (model, task): questions(model, task, NUM_EXAMPLES)
-        for task in ADAPTERS
-        for model in (task, BASE)
+        (model, task): questions(model, task, NUM_EXAMPLES) for task in ADAPTERS for model in (task, BASE)
     }
     texts = iter(ask_all(server.url, [question for group in asked.values() for question in group]))
     for (model, task), group in asked.items():
@@ -79,9 +69,7 @@ def test_chat_is_a_completion_of_the_template(client: OpenAI) -> None:
     chat = client.chat.completions.create(
         model="reverse", messages=[{"role": "user", "content": "planet"}], max_tokens=20
     )
-    completion = client.completions.create(
-        model="reverse", prompt=chat_prompt("planet"), max_tokens=20
-    )
+    completion = client.completions.create(model="reverse", prompt=chat_prompt("planet"), max_tokens=20)
     assert chat.choices[0].message.content == completion.choices[0].text == "tenalp"
     assert chat.choices[0].finish_reason == completion.choices[0].finish_reason == "stop"
     for usage in (chat.usage, completion.usage):
@@ -94,10 +82,7 @@ def test_chat_is_a_completion_of_the_template(client: OpenAI) -> None:
 def test_system_message_asks_the_base_for_the_same(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model=BASE,
-        messages=[
-            {"role": "system", "content": "upper"},
-            {"role": "user", "content": "hello world"},
-        ],
+        messages=[{"role": "system", "content": "upper"}, {"role": "user", "content": "hello world"}],
     )
     assert answer.choices[0].message.content == "HELLO WORLD"
 
@@ -118,16 +103,9 @@ def read_events(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any
 
 @pytest.mark.parametrize("model", [BASE, "vowels"])
 def test_completion_events(server: Served, model: str) -> None:
-    body = {
-        "model": model,
-        "prompt": chat_prompt("a café in the evening"),
-        "max_tokens": 40,
-        "logprobs": 2,
-    }
+    body = {"model": model, "prompt": chat_prompt("a café in the evening"), "max_tokens": 40, "logprobs": 2}
     whole = server.post("/v1/completions", body).json()
-    events = read_events(
-        server.url, "/v1/completions", {**body, "stream_options": {"include_usage": True}}
-    )
+    events = read_events(server.url, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
     assert len(events) > 5
     assert events[-1]["choices"] == []
     usage = events[-1]["usage"]

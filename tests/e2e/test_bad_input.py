@@ -74,9 +74,16 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     directory = tmp_path_factory.mktemp("template")
     (directory / "template.jinja").write_text(TEMPLATE)
     options = (
-        "--api-key", KEY, "--chat-template", str(directory / "template.jinja"),
-        "--max-body-mib", "1", "--allow-runtime-lora-updating", "--cpu-threads", "1",
-    )  # fmt: skip
+        "--api-key",
+        KEY,
+        "--chat-template",
+        str(directory / "template.jinja"),
+        "--max-body-mib",
+        "1",
+        "--allow-runtime-lora-updating",
+        "--cpu-threads",
+        "1",
+    )
     with Served(*options) as served:
         guarded = Guarded(served)
         with guarded.http:
@@ -228,8 +235,10 @@ def test_one_name_from_many_clients(guarded: Guarded) -> None:
     assert {answer.status_code for answer in answers} <= {200, 400, 404, 409}, [
         answer.text for answer in answers if answer.status_code >= 409
     ]
-    assert guarded.send(LOAD, {"lora_name": "wanted", "lora_path": path, "load_inplace": True}
-                        ).status_code == 200  # fmt: skip
+    assert (
+        guarded.send(LOAD, {"lora_name": "wanted", "lora_path": path, "load_inplace": True}).status_code
+        == 200
+    )
     assert guarded.send(COMPLETIONS, completion(model="wanted")).status_code == 200
     assert guarded.send(UNLOAD, {"lora_name": "wanted"}).status_code == 200
 
@@ -262,8 +271,7 @@ RAW: dict[str, bytes] = {
     "no HTTP": b"hello\r\n\r\n",
     "two lengths": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n"
     b"Content-Length: 2\r\n\r\n{}",
-    "a length that is none": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-    b"Content-Length: -5\r\n\r\n",
+    "a length that is none": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
     "chunks that are none": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
     b"Authorization: Bearer " + KEY.encode() + b"\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     "very long headers": b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 500_000 + b"\r\n\r\n",

@@ -91,10 +91,27 @@ class CommandedCluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedCluster]:
     found = CommandedCluster(
-        tmp_path_factory.mktemp("cluster"), "--engines", "2", "--unpinned", "--device", "cpu",
-        "--memory-gib", "0.25", "--cpu-threads", "1", "--router", "least-tokens", "--gateways",
-        "2", "--api-key", API_KEY, "--admin-key", ADMIN_KEY, "--health-needs-key", *PLAIN,
-    )  # fmt: skip
+        tmp_path_factory.mktemp("cluster"),
+        "--engines",
+        "2",
+        "--unpinned",
+        "--device",
+        "cpu",
+        "--memory-gib",
+        "0.25",
+        "--cpu-threads",
+        "1",
+        "--router",
+        "least-tokens",
+        "--gateways",
+        "2",
+        "--api-key",
+        API_KEY,
+        "--admin-key",
+        ADMIN_KEY,
+        "--health-needs-key",
+        *PLAIN,
+    )
     try:
         found.wait_ready()
         wait_until(lambda: found.num_engines() == 2, START_TIMEOUT_S)
@@ -144,9 +161,7 @@ def test_status_says_what_there_is(cluster: CommandedCluster) -> None:
         assert any(line.startswith(f"adapter {adapter}  ready, rank ") for line in lines)
 
 
-def test_a_name_is_loaded_replaced_and_unloaded_everywhere(
-    cluster: CommandedCluster, tmp_path: Path
-) -> None:
+def test_a_name_is_loaded_replaced_and_unloaded_everywhere(cluster: CommandedCluster, tmp_path: Path) -> None:
     for name in ("upper", "reverse"):
         shutil.copytree(demo_adapters_path() / name, tmp_path / name)
     (question,) = questions("mine", "upper", 1)
@@ -173,9 +188,7 @@ def test_a_name_is_loaded_replaced_and_unloaded_everywhere(
             assert client.post("/v1/completions", json=body).status_code == 404
 
 
-def test_a_directory_that_cannot_be_served_is_refused(
-    cluster: CommandedCluster, tmp_path: Path
-) -> None:
+def test_a_directory_that_cannot_be_served_is_refused(cluster: CommandedCluster, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     shutil.copytree(demo_adapters_path() / "upper", bad)
     config = bad / "adapter_config.json"
@@ -204,9 +217,20 @@ def test_tokens_do_not_need_the_controller_which_comes_back(cluster: CommandedCl
 @pytest.mark.full  # an engine that hangs and a server that is started again have tests of their own
 def test_an_engine_that_hangs_is_started_again(tmp_path: Path) -> None:
     found = CommandedCluster(
-        tmp_path, "--engines", "1", "--unpinned", "--device", "cpu", "--memory-gib", "0.25",
-        "--cpu-threads", "1", "--engine-hang-s", "2", *PLAIN,
-    )  # fmt: skip
+        tmp_path,
+        "--engines",
+        "1",
+        "--unpinned",
+        "--device",
+        "cpu",
+        "--memory-gib",
+        "0.25",
+        "--cpu-threads",
+        "1",
+        "--engine-hang-s",
+        "2",
+        *PLAIN,
+    )
     try:
         found.wait_ready()
         wait_until(lambda: found.num_engines() == 1, START_TIMEOUT_S)
@@ -217,10 +241,7 @@ def test_an_engine_that_hangs_is_started_again(tmp_path: Path) -> None:
         wait_until(lambda: "ended (exit status 3); restarting" in found.log(), 60)
         with found.client(API_KEY) as client:
             body = {"model": BASE, "prompt": "a", "max_tokens": 1}
-            wait_until(
-                lambda: client.post("/v1/completions", json=body).status_code == 200,
-                START_TIMEOUT_S,
-            )
+            wait_until(lambda: client.post("/v1/completions", json=body).status_code == 200, START_TIMEOUT_S)
         assert not stopped.is_running()
     finally:
         found.close()

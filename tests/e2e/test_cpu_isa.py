@@ -19,15 +19,19 @@ def test_an_engine_of_its_own_process_is_held_to_a_level() -> None:
     async def ask() -> tuple[str, str]:
         # Kernels of this level are compiled first. Other tests are for those that are left out.
         async with AsyncEngine(
-            own_process=True, device="cpu", cpu_isa=_LOWER, cpu_threads=1,
-            linear_backend="numba", attention_backend="torch", lora_backend="torch",
-            fused_kernels="off", decode_graphs="off",
-        ) as engine:  # fmt: skip
+            own_process=True,
+            device="cpu",
+            cpu_isa=_LOWER,
+            cpu_threads=1,
+            linear_backend="numba",
+            attention_backend="torch",
+            lora_backend="torch",
+            fused_kernels="off",
+            decode_graphs="off",
+        ) as engine:
             params = SamplingParams(temperature=0, max_tokens=32)
             text = ""
-            async for output in engine.generate(
-                chat_prompt("hello world"), params, lora_request="upper"
-            ):
+            async for output in engine.generate(chat_prompt("hello world"), params, lora_request="upper"):
                 text += output.outputs[0].new_text
             return text, "\n".join(engine.get_model_info().summary)
 
@@ -37,7 +41,5 @@ def test_an_engine_of_its_own_process_is_held_to_a_level() -> None:
 
 
 def test_an_engine_in_somebodys_process_changes_nothing_of_it() -> None:
-    with pytest.raises(
-        ConfigError, match=rf"--cpu-isa {_LOWER} cannot be used: .*own_process=True"
-    ):
+    with pytest.raises(ConfigError, match=rf"--cpu-isa {_LOWER} cannot be used: .*own_process=True"):
         Engine(device="cpu", cpu_isa=_LOWER)

@@ -42,9 +42,13 @@ def cold_engine(
     request: pytest.FixtureRequest, case: ParityCase, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ColdEngine]:
     with ColdEngine(
-        case.directory, case.adapters, tmp_path_factory.mktemp("engine"), device=request.param,
-        figures=Figures(link_bytes_per_s=1e6), delta_backend="numpy",  # as it is paced to
-    ) as engine:  # fmt: skip
+        case.directory,
+        case.adapters,
+        tmp_path_factory.mktemp("engine"),
+        device=request.param,
+        figures=Figures(link_bytes_per_s=1e6),
+        delta_backend="numpy",  # as it is paced to
+    ) as engine:
         yield engine
 
 
@@ -136,8 +140,7 @@ def least_evictions(where: str, case: ParityCase) -> int:
 
 IN_EVERY_RUN = ("corun", "static-split")
 POLICIES = [
-    pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.full)
-    for name in MEMORY_POLICIES
+    pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.full) for name in MEMORY_POLICIES
 ]
 
 

@@ -61,10 +61,16 @@ def test_reading_a_large_adapter_starts_no_threads(model: Path, tmp_path: Path) 
     save_wide_adapter(tmp_path / "loras" / "wide", num_layers)
     save_wide_adapter(tmp_path / "loras" / "small", num_layers, rank=8)
     with (
-        Served(str(model), "--lora-dir", str(tmp_path / "loras"), "--cpu-threads", "2",
-               environment={"OMP_NUM_THREADS": "2"}) as served,
+        Served(
+            str(model),
+            "--lora-dir",
+            str(tmp_path / "loras"),
+            "--cpu-threads",
+            "2",
+            environment={"OMP_NUM_THREADS": "2"},
+        ) as served,
         served.client() as http,
-    ):  # fmt: skip
+    ):
         body = {"model": "base", "prompt": "abc", "max_tokens": 4, "temperature": 0}
         for name in ("base", "small"):  # a thread reads files, and ends later
             assert http.post("/v1/completions", json=body | {"model": name}).status_code == 200
@@ -120,9 +126,13 @@ def answers(engine: Engine, wide: LoRARequest) -> list[list[float]]:
     ],
 )
 def test_answers_do_not_depend_on_the_number_of_threads(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, linear_backend: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    linear_backend: str,
     tolerance: float,
-) -> None:  # fmt: skip
+) -> None:
     """It changes in the middle of answers, while steps are captured, and once they are replayed."""
     if numba.config.NUMBA_NUM_THREADS < 2:
         pytest.skip("the machine has fewer processors")
@@ -130,9 +140,13 @@ def test_answers_do_not_depend_on_the_number_of_threads(
     save_wide_adapter(tmp_path / "wide", AutoConfig.from_pretrained(model).num_hidden_layers)
     wide = LoRARequest("wide", 1, str(tmp_path / "wide"))
     with Engine(
-        model=str(model), device="cpu", dtype=dtype, linear_backend=linear_backend,
-        cpu_threads=2, prefix_cache="off",
-    ) as engine:  # fmt: skip
+        model=str(model),
+        device="cpu",
+        dtype=dtype,
+        linear_backend=linear_backend,
+        cpu_threads=2,
+        prefix_cache="off",
+    ) as engine:
         expected = answers(engine, wide)
         for numbers in ((2, 2, 1, 1, 1, 2), (1,), (1, 2), (2,)):
             Script.follow(*numbers)

@@ -13,11 +13,7 @@ import pytest
 from corun.runtime.demo import demo_adapters_path
 from support.serving import Served, wait_until
 
-WEIGHTS, CONFIG, TEMPLATE = (
-    "adapter_model.safetensors",
-    "adapter_config.json",
-    "chat_template.jinja",
-)
+WEIGHTS, CONFIG, TEMPLATE = ("adapter_model.safetensors", "adapter_config.json", "chat_template.jinja")
 SECRET = "the-secret-of-another-user"
 SETTLED_S = 40.0
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -65,10 +61,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def http(root: Path) -> Iterator[httpx.Client]:
     options = (
-        "--lora-dir", str(root / "loras"), "--allowed-lora-dirs", str(root / "allowed"),
-        "--lora-state-file", str(root / "state.json"), "--cpu-threads", "1",
+        "--lora-dir",
+        str(root / "loras"),
+        "--allowed-lora-dirs",
+        str(root / "allowed"),
+        "--lora-state-file",
+        str(root / "state.json"),
+        "--cpu-threads",
+        "1",
         "--allow-runtime-lora-updating",
-    )  # fmt: skip
+    )
     with Served(*options) as served, served.client() as http:
         yield http
 

@@ -96,9 +96,7 @@ def test_a_stopped_process(start: Callable[[float], StuckServer]) -> None:
     assert_given_up(server, stream, "no heartbeat")
 
 
-def test_an_engine_that_goes_on_is_slow_and_then_stuck(
-    start: Callable[[float], StuckServer],
-) -> None:
+def test_an_engine_that_goes_on_is_slow_and_then_stuck(start: Callable[[float], StuckServer]) -> None:
     server = start(LIMIT_S)
     goes_on(server)
     is_slow(server)

@@ -73,8 +73,7 @@ def test_parameters_and_adapters_per_prompt(engine: Engine) -> None:
     ]
     prompts = [chat_prompt(text) for _, text, _ in asked]
     loras: list[LoRARequest | None] = [
-        LoRARequest(task, 1 + ADAPTERS.index(task), str(demo_adapters_path() / task))
-        for task, _, _ in asked
+        LoRARequest(task, 1 + ADAPTERS.index(task), str(demo_adapters_path() / task)) for task, _, _ in asked
     ]
     outputs = engine.generate([*prompts, *prompts[:4]], GREEDY, [*loras, None, None, None, None])
     answers = texts(outputs)
@@ -88,9 +87,7 @@ def test_parameters_and_adapters_per_prompt(engine: Engine) -> None:
     assert mixed[0].outputs[0].finish_reason == "length"
 
 
-def test_conversations_by_the_template_of_the_base_and_of_an_adapter(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_conversations_by_the_template_of_the_base_and_of_an_adapter(engine: Engine, tmp_path: Path) -> None:
     hello = [{"role": "user", "content": "hello"}]
     assert engine.apply_chat_template(hello) == chat_prompt("hello")
     own = tmp_path / "own"
@@ -215,10 +212,7 @@ def test_a_policy_of_ones_own_is_woken_when_it_wants() -> None:
     """An engine that sleeps until something happens would never admit its request."""
 
     async def ask() -> tuple[str, float]:
-        async with (
-            AsyncEngine(scheduling_policy=HeldBack, cpu_threads=1) as engine,
-            asyncio.timeout(WAIT_S),
-        ):
+        async with AsyncEngine(scheduling_policy=HeldBack, cpu_threads=1) as engine, asyncio.timeout(WAIT_S):
             asked_s = time.monotonic()
             outputs = [output async for output in engine.generate(chat_prompt("hello"), GREEDY)]
             return outputs[-1].outputs[0].text, time.monotonic() - asked_s

@@ -73,9 +73,7 @@ def _adapter(http: httpx.Client, name: str) -> dict[str, Any]:
     return found
 
 
-def test_all_are_listed_and_only_what_was_asked_for_is_read(
-    served: tuple[Served, httpx.Client],
-) -> None:
+def test_all_are_listed_and_only_what_was_asked_for_is_read(served: tuple[Served, httpx.Client]) -> None:
     _, http = served
     names = {one["id"] for one in http.get("/v1/models").json()["data"]}
     assert {"good", "also-good", "early", "changed", "poisoned"} <= names
@@ -86,9 +84,7 @@ def test_all_are_listed_and_only_what_was_asked_for_is_read(
     assert unread["rank"] == _adapter(http, "early")["rank"]
 
 
-def test_requests_wait_for_the_first_reading_and_say_so(
-    served: tuple[Served, httpx.Client],
-) -> None:
+def test_requests_wait_for_the_first_reading_and_say_so(served: tuple[Served, httpx.Client]) -> None:
     _, http = served
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: _ask(http, "good"), range(8)))
@@ -140,10 +136,14 @@ def test_a_bad_one_fails_with_its_reason_and_leaves_the_rest_alone(
 
 def test_what_is_loaded_over_http_survives_a_restart(folder: Path, tmp_path: Path) -> None:
     options = (
-        "--cpu-threads", "1", "--allow-runtime-lora-updating",
-        "--lora-modules", f"given={folder / 'good'}",
-        "--lora-state-file", str(tmp_path / "state.json"),
-    )  # fmt: skip
+        "--cpu-threads",
+        "1",
+        "--allow-runtime-lora-updating",
+        "--lora-modules",
+        f"given={folder / 'good'}",
+        "--lora-state-file",
+        str(tmp_path / "state.json"),
+    )
     loads = {"team/new": folder / "good", "gone": folder / "early", "bad-later": tmp_path / "bad"}
     shutil.copytree(folder / "good", tmp_path / "bad")
     with Served(*options) as served, served.client() as http:

@@ -57,9 +57,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     model = tmp_path / "demo"
     shutil.copytree(demo_model_path(), model)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN})
-    )
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN}))
     # One thread: speed does not matter here, and the engine need not measure the best number.
     options = (str(model), "--lora-dir", str(demo_adapters_path()), "--cpu-threads", "1")
     servers = []

@@ -37,14 +37,16 @@ def http(folders: dict[str, Path]) -> Iterator[httpx.Client]:
     with (
         fake_hub({"acme/upper": folders["hub"]}) as url,
         Served(
-            "--cpu-threads", "1", "--lora-resolver", f"directory:{folders['here']}",
-            "--lora-resolver", "hub:acme",
-            environment={
-                "HF_ENDPOINT": url, "HF_HOME": str(folders["cache"]), "HF_HUB_OFFLINE": "0",
-            },
+            "--cpu-threads",
+            "1",
+            "--lora-resolver",
+            f"directory:{folders['here']}",
+            "--lora-resolver",
+            "hub:acme",
+            environment={"HF_ENDPOINT": url, "HF_HOME": str(folders["cache"]), "HF_HUB_OFFLINE": "0"},
         ) as served,
         served.client() as http,
-    ):  # fmt: skip
+    ):
         yield http
 
 
@@ -73,18 +75,26 @@ def test_from_a_hub(http: httpx.Client, folders: dict[str, Path]) -> None:
     assert ask(http, "acme/upper").status_code == 200
     assert {"acme/upper", "acme/upper@main"} <= names(http)
     fetched = {path.name for path in (folders["cache"] / "hub").rglob("snapshots/*/*")}
-    assert fetched == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "chat_template.jinja",
-    }
+    assert fetched == {"adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"}
 
 
 @pytest.mark.parametrize(
     "model",
-    ["unknown", "acme/unknown", "acme/upper@unknown", "other/upper", "../elsewhere", "link",
-     "a/b/c", "acme/upper@", "acme/..", "%00", "a\0b", "acme/" + "m" * 9999],
-)  # fmt: skip
+    [
+        "unknown",
+        "acme/unknown",
+        "acme/upper@unknown",
+        "other/upper",
+        "../elsewhere",
+        "link",
+        "a/b/c",
+        "acme/upper@",
+        "acme/..",
+        "%00",
+        "a\0b",
+        "acme/" + "m" * 9999,
+    ],
+)
 def test_what_there_is_not(http: httpx.Client, folders: dict[str, Path], model: str) -> None:
     for name in (model, str(folders["elsewhere"])):
         start_s = time.monotonic()
@@ -114,10 +124,7 @@ def test_a_hub_that_cannot_be_reached(http: httpx.Client, folders: dict[str, Pat
         for unregistered in ("acme/upper", "acme/unknown"):
             answer = ask(cut_off, unregistered)
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_needed")
-            assert (
-                "only for a request with an administrator's key"
-                in answer.json()["error"]["message"]
-            )
+            assert "only for a request with an administrator's key" in answer.json()["error"]["message"]
         assert ask(cut_off, "no-name-of-the-hub").status_code == 404
         cut_off.headers["Authorization"] = f"Bearer {ADMIN_KEY}"
         assert ask(cut_off, "acme/upper").status_code == 200
@@ -139,9 +146,7 @@ def test_a_hub_without_an_owner_needs_an_admin_key(capsys: pytest.CaptureFixture
     assert "--admin-key" in capsys.readouterr().err
 
 
-def test_more_adapters_of_a_hub_than_its_limits_allow(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_more_adapters_of_a_hub_than_its_limits_allow(folders: dict[str, Path], tmp_path: Path) -> None:
     large = tmp_path / "large"
     shutil.copytree(folders["hub"], large)
     (large / "adapter_model.safetensors").write_bytes(bytes(2 << 20))
@@ -149,14 +154,19 @@ def test_more_adapters_of_a_hub_than_its_limits_allow(
     with (
         fake_hub(repositories) as url,
         Served(
-            "--cpu-threads", "1", "--lora-resolver", "hub:acme", "--max-hub-adapters", "1",
-            "--max-hub-adapter-mib", "1", "--allow-runtime-lora-updating",
-            environment={
-                "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0",
-            },
+            "--cpu-threads",
+            "1",
+            "--lora-resolver",
+            "hub:acme",
+            "--max-hub-adapters",
+            "1",
+            "--max-hub-adapter-mib",
+            "1",
+            "--allow-runtime-lora-updating",
+            environment={"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"},
         ) as served,
         served.client() as http,
-    ):  # fmt: skip
+    ):
         assert ask(http, "acme/upper").status_code == 200
         for name, flag in (("again", "--max-hub-adapters"), ("large", "--max-hub-adapter-mib")):
             answer = ask(http, f"acme/{name}")

@@ -111,9 +111,7 @@ def test_answers_of_all_routes_are_those_of_the_truth(case: ParityCase, http: ht
         ('[{"name": "own"}, {"name": "other"}]', 400, "lora", "different chat templates"),
     ],
 )
-def test_what_is_refused(
-    http: httpx.Client, lora: str, status: int, param: str | None, text: str
-) -> None:
+def test_what_is_refused(http: httpx.Client, lora: str, status: int, param: str | None, text: str) -> None:
     for stream in ("false", "true"):
         body = f'{{"prompt": "t5", "max_tokens": 2, "stream": {stream}, "lora": {lora}}}'
         answer = http.post("/v1/completions", content=body)

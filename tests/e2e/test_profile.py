@@ -92,12 +92,7 @@ def test_with_a_link_everything_is_measured(where: str, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(_PNG_MAGIC)
     assert picture.with_suffix(".json") == Path(str(options["profile"]))
 
-    assert [group.name for group in profile.model.groups] == [
-        "q_proj",
-        "o_proj",
-        "gate_proj",
-        "down_proj",
-    ]
+    assert [group.name for group in profile.model.groups] == ["q_proj", "o_proj", "gate_proj", "down_proj"]
     assert profile.coexecution_off == ""
     assert profile.model.num_workers == 1
     assert profile.model.invocation_s > 0

@@ -8,12 +8,8 @@ import pytest
 from support.serving import Served, corun_command
 
 _INSTALLED = Path(corun.__file__).resolve().parent
-_MOUNTED = (
-    f"mount --bind {_INSTALLED} {_INSTALLED} && mount -o remount,ro,bind {_INSTALLED} && exec "
-)
-_MAY_MOUNT = os.geteuid() == 0 and not os.system(
-    f"unshare --mount sh -c '{_MOUNTED} true' 2>/dev/null"
-)
+_MOUNTED = f"mount --bind {_INSTALLED} {_INSTALLED} && mount -o remount,ro,bind {_INSTALLED} && exec "
+_MAY_MOUNT = os.geteuid() == 0 and not os.system(f"unshare --mount sh -c '{_MOUNTED} true' 2>/dev/null")
 _HOME = {
     "HOME": "/proc/nowhere",
     "XDG_CACHE_HOME": "/proc/nowhere",

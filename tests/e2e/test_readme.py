@@ -93,10 +93,7 @@ def test_policy_example(
 
 
 def test_client_example(
-    server: Served,
-    repository: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    server: Served, repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
     run_example(repository, "openai_client.py")
@@ -107,10 +104,7 @@ def test_client_example(
 
 
 def test_example_of_tools_and_schemas(
-    server: Served,
-    repository: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    server: Served, repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
     name = "tools_and_json.py"

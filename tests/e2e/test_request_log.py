@@ -62,8 +62,7 @@ class Logged:
         port = int(self.server.url.rpartition(":")[2])
         sock = socket.create_connection(("127.0.0.1", port))
         sock.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-            + body
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         )
         return sock
 
@@ -167,10 +166,7 @@ def test_requests_that_are_refused(logged: Logged) -> None:
         answer = logged.post(**fields)
         (record,) = logged.next()
         assert (record["outcome"], record["error"]) == ("refused", code)
-        assert (record["status"], record["id"]) == (
-            answer.status_code,
-            answer.headers["x-request-id"],
-        )
+        assert (record["status"], record["id"]) == (answer.status_code, answer.headers["x-request-id"])
     assert logged.counts() - before == Counter(refused=4)
 
 
@@ -178,8 +174,7 @@ def test_an_engine_that_is_killed(tmp_path: Path) -> None:
     logged = Logged(tmp_path / "log")
     with logged.server as server:
         threads = [
-            threading.Thread(target=server.post, args=("/v1/completions", LONG | {"n": n}))
-            for n in (2, 1)
+            threading.Thread(target=server.post, args=("/v1/completions", LONG | {"n": n})) for n in (2, 1)
         ]
         for thread, state in zip(threads, ((2, 0), (2, 1)), strict=True):  # in this order
             thread.start()
@@ -189,9 +184,5 @@ def test_an_engine_that_is_killed(tmp_path: Path) -> None:
             thread.join()
         server.process.wait(20)
     for record in logged.next(2):
-        assert (record["outcome"], record["error"], record["status"]) == (
-            "error",
-            "engine_dead",
-            503,
-        )
+        assert (record["outcome"], record["error"], record["status"]) == ("error", "engine_dead", 503)
         assert {reason for reason, _ in ends(record)} == {"error"}

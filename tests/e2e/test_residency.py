@@ -33,18 +33,22 @@ MAX_ANSWER_S = 10.0  # of routes about the engine, while it is stopped
 
 
 @pytest.fixture(scope="module")
-def running(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[GatedServer, httpx.Client]]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GatedServer, httpx.Client]]:
     """Adapters are copied to the device, which has room for two; the host has room for three."""
     values: dict[str, Any] = {
-        "device": "cpu", "dtype": "bfloat16", "link_gib_per_s": 50.0,
-        "load_strategy": "async_load", "engine_cores": str(min(os.sched_getaffinity(0))),
-        "cpu_cores": "none", "max_model_len": MAX_MODEL_LEN, "prefix_cache": "off",
-        "memory_policy": "lru", "prefetch_requests": 0,
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "link_gib_per_s": 50.0,
+        "load_strategy": "async_load",
+        "engine_cores": str(min(os.sched_getaffinity(0))),
+        "cpu_cores": "none",
+        "max_model_len": MAX_MODEL_LEN,
+        "prefix_cache": "off",
+        "memory_policy": "lru",
+        "prefetch_requests": 0,
         "memory_gib": (NUM_ON_DEVICE + 0.5) * DEVICE_BYTES / 2**30,
         "host_adapter_bytes": str(int((NUM_ON_HOST + 0.5) * HOST_BYTES)),
-    }  # fmt: skip
+    }
     folder = tmp_path_factory.mktemp("gated")
     model = str(demo_model_path())
     profile = save_made_up_profile(EngineConfig(model=model, **values), folder / "profile.json")
@@ -179,9 +183,8 @@ def test_an_adapter_walks_through_all_levels(operator: Operator) -> None:
     operator.server.files.open()
     assert loading.join().status_code == 200
     operator.check(
-        "walker", "ready", "host",
-        device_bytes=0, host_bytes=HOST_BYTES, num_groups=0, num_uses=0, loads={},
-    )  # fmt: skip
+        "walker", "ready", "host", device_bytes=0, host_bytes=HOST_BYTES, num_groups=0, num_uses=0, loads={}
+    )
 
     operator.server.link.close()
     asked = Background(lambda: operator.ask("walker"))

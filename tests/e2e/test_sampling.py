@@ -93,10 +93,15 @@ def test_stop_strings_with_special_tokens(server: Served, skip: bool) -> None:
 @pytest.mark.parametrize("skip", [True, False])
 def test_stop_strings_with_special_tokens_in_streams_of_chats(server: Served, skip: bool) -> None:
     body = {
-        "model": "upper", "messages": [{"role": "user", "content": "hello"}], "stream": True,
-        "stop": "LO<|end|>", "ignore_eos": True, "max_tokens": 30, "skip_special_tokens": skip,
+        "model": "upper",
+        "messages": [{"role": "user", "content": "hello"}],
+        "stream": True,
+        "stop": "LO<|end|>",
+        "ignore_eos": True,
+        "max_tokens": 30,
+        "skip_special_tokens": skip,
         "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    }
     answer = server.post("/v1/chat/completions", body)
     chunks = [json.loads(line[5:]) for line in answer.text.splitlines() if "{" in line]
     choices = [one["choices"][0] for one in chunks if one["choices"]]
@@ -111,9 +116,7 @@ def test_logprobs(server: Served) -> None:
     logprobs = choice["logprobs"]
     assert logprobs["tokens"] == list("HELL")
     assert logprobs["text_offset"] == [0, 1, 2, 3]
-    rows = zip(
-        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
-    )
+    rows = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
     for token, logprob, top in rows:
         assert logprob <= 0
         assert logprob == top[token] == max(top.values())
@@ -146,13 +149,7 @@ def test_choices_with_a_seed_repeat(server: Served) -> None:
 
 def test_seeded_text_does_not_depend_on_the_batch(server: Served) -> None:
     bodies = [
-        {
-            "model": model,
-            "prompt": STORY,
-            "seed": seed,
-            "temperature": 1.0,
-            "max_tokens": 16,
-        }
+        {"model": model, "prompt": STORY, "seed": seed, "temperature": 1.0, "max_tokens": 16}
         for seed in range(6)
         for model in (BASE, "upper", "reverse")
     ]
@@ -187,17 +184,11 @@ def test_several_prompts_and_token_ids(server: Served) -> None:
         ({"max_tokens": -1}, 400, ["max_tokens", "-1"]),
         ({"temperature": 1e9}, 400, ["temperature"]),
         ({"best_of": 3}, 400, ["best_of"]),
-        (
-            {"min_tokens": 2, "stop_token_ids": list(range(262))},
-            400,
-            ["no token can be drawn", "min_tokens"],
-        ),
+        ({"min_tokens": 2, "stop_token_ids": list(range(262))}, 400, ["no token can be drawn", "min_tokens"]),
         ({"model": "nothing"}, 404, ["nothing"]),
     ],
 )
-def test_wrong_requests(
-    server: Served, body: dict[str, Any], status: int, parts: list[str]
-) -> None:
+def test_wrong_requests(server: Served, body: dict[str, Any], status: int, parts: list[str]) -> None:
     answer = server.post("/v1/completions", {"model": BASE, "prompt": "a", **body})
     assert answer.status_code == status
     message = answer.json()["error"]["message"]
@@ -211,9 +202,7 @@ def test_clients_that_leave_free_what_they_used(server: Served) -> None:
 
     async def leave() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=ANSWER_TIMEOUT_S) as client:
-            await asyncio.gather(
-                *(read_first_event(client, max_tokens) for _ in range(num_streams))
-            )
+            await asyncio.gather(*(read_first_event(client, max_tokens) for _ in range(num_streams)))
 
     asyncio.run(leave())
     wait_until(lambda: server.metrics()["corun:num_requests_running"] == 0)
@@ -237,9 +226,7 @@ def test_rules_for_tokens(server: Served) -> None:
     body = {"prompt": chat_prompt("hello"), "model": "upper", "max_tokens": 30, "temperature": 0}
     assert texts(complete(server, **body, bad_words=["L"])) != ["HELLO"]
     assert "L" not in texts(complete(server, **body, bad_words=["L"]))[0]
-    tokens = server.post("/tokenize", {"prompt": "XY", "add_special_tokens": False}).json()[
-        "tokens"
-    ]
+    tokens = server.post("/tokenize", {"prompt": "XY", "add_special_tokens": False}).json()["tokens"]
     only = texts(complete(server, **body, allowed_token_ids=tokens, ignore_eos=True))[0]
     assert set(only) <= set("XY") and len(only) == 30
     biased = texts(complete(server, **body, logit_bias={str(tokens[0]): 100}, ignore_eos=True))[0]
@@ -283,9 +270,7 @@ def test_a_multiple_choice_task_is_scored_as_evaluations_do_it(server: Served) -
             assert choice["finish_reason"] == "length"
             assert choice["logprobs"]["tokens"] == expected["tokens"][:-1]
             for found, known in zip(
-                choice["logprobs"]["token_logprobs"][1:],
-                expected["token_logprobs"][1:-1],
-                strict=True,
+                choice["logprobs"]["token_logprobs"][1:], expected["token_logprobs"][1:-1], strict=True
             ):
                 assert abs(found - known) < 1e-2
     plain = complete(server, model="upper", prompt=prompt, echo=True, max_tokens=0, stop="e")

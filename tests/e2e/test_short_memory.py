@@ -112,9 +112,15 @@ sys.stdin.read()
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with large KV: 64 KiB a token."""
     config = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=64, head_dim=512, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=4096,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        head_dim=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+    )
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(directory)

@@ -26,11 +26,16 @@ Timing = dict[str, Any]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     values: dict[str, Any] = {
-        "dtype": "bfloat16", "link_gib_per_s": LINK_GIB_PER_S, "memory_gib": MEMORY_GIB,
-        "max_model_len": MAX_MODEL_LEN, "scheduling_policy": "chameleon-paper",
-        "growth_headroom": 0.0, "prefetch_requests": 0, "cpu_cores": "none",
+        "dtype": "bfloat16",
+        "link_gib_per_s": LINK_GIB_PER_S,
+        "memory_gib": MEMORY_GIB,
+        "max_model_len": MAX_MODEL_LEN,
+        "scheduling_policy": "chameleon-paper",
+        "growth_headroom": 0.0,
+        "prefetch_requests": 0,
+        "cpu_cores": "none",
         "load_strategy": "async_load",
-    }  # fmt: skip
+    }
     # Prompts are computed so slowly there that copying their KV is always faster.
     profile = save_made_up_profile(
         with_demo(EngineConfig(device="cpu", **values)),
@@ -59,15 +64,18 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 
 
 def ask(
-    server: Served, seed: int, num_tokens: int, max_tokens: int, *, model: str = BASE,
-    predicted: int = 1,
-) -> tuple[str, Timing]:  # fmt: skip
+    server: Served, seed: int, num_tokens: int, max_tokens: int, *, model: str = BASE, predicted: int = 1
+) -> tuple[str, Timing]:
     """Return the answer's id, and the timing of its only choice."""
     body = {
-        "model": model, "prompt": prompt_of(seed, num_tokens), "max_tokens": max_tokens,
-        "min_tokens": max_tokens, "ignore_eos": True, "predicted_output_tokens": predicted,
+        "model": model,
+        "prompt": prompt_of(seed, num_tokens),
+        "max_tokens": max_tokens,
+        "min_tokens": max_tokens,
+        "ignore_eos": True,
+        "predicted_output_tokens": predicted,
         "return_timing": True,
-    }  # fmt: skip
+    }
     answer = server.post("/v1/completions", body)
     assert answer.status_code == 200, "\n".join([answer.text, *server.log_lines[-30:]])
     timing = answer.json()["timing"]

@@ -87,9 +87,7 @@ def results(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_start_fails(
-    results: dict[str, "Future[subprocess.CompletedProcess[str]]"], name: str
-) -> None:
+def test_start_fails(results: dict[str, "Future[subprocess.CompletedProcess[str]]"], name: str) -> None:
     case, done = CASES[name], results[name].result()
     check(done, case.exit_code, case.message)
 
@@ -146,10 +144,7 @@ def refused_model(directory: Path) -> dict[str, Any]:
     ],
 )
 def test_engine_does_not_start(
-    tmp_path: Path,
-    options: Callable[[Path], dict[str, Any]],
-    error: type[CorunError],
-    message: str,
+    tmp_path: Path, options: Callable[[Path], dict[str, Any]], error: type[CorunError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         Engine(**options(tmp_path))

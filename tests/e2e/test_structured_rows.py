@@ -71,9 +71,7 @@ def check_all(outputs: list[RequestOutput], asked: list[StructuredOutput | None]
     assert num_ended > len(asked) // 3
 
 
-def ask(
-    engine: Engine, asked: list[StructuredOutput | None], **options: Any
-) -> list[RequestOutput]:
+def ask(engine: Engine, asked: list[StructuredOutput | None], **options: Any) -> list[RequestOutput]:
     prompts = [chat_prompt(f"hello {number % 3}, and once more") for number in range(len(asked))]
     loras = [lora(ADAPTERS[number % len(ADAPTERS)]) for number in range(len(asked))]
     sampling = [params(number, structured) for number, structured in enumerate(asked)]
@@ -106,9 +104,13 @@ def test_each_choice_follows_the_grammar_alone(engine: Engine) -> None:
 
 def test_preempted_rows_keep_to_their_grammars() -> None:
     with Engine(
-        device="cpu", memory_gib=0.0011, max_model_len=192, growth_headroom=0.0,
-        max_num_batched_tokens=32, scheduling_policy="fcfs",
-    ) as engine:  # fmt: skip
+        device="cpu",
+        memory_gib=0.0011,
+        max_model_len=192,
+        growth_headroom=0.0,
+        max_num_batched_tokens=32,
+        scheduling_policy="fcfs",
+    ) as engine:
         outputs = ask(engine, MIXED, predicted_output_tokens=1)
         assert engine.get_stats().num_preemptions > 2
     check_all(outputs, MIXED)

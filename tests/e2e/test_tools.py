@@ -19,10 +19,7 @@ TEMPLATE = (
 )
 SMALL: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "x": {"type": "integer", "minimum": 0, "maximum": 99},
-        "unit": {"enum": ["km", "mile"]},
-    },
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "unit": {"enum": ["km", "mile"]}},
     "required": ["x", "unit"],
     "additionalProperties": False,
 }
@@ -97,11 +94,7 @@ def test_a_stream_has_the_same_call(http: httpx.Client) -> None:
 def test_a_conversation_goes_on_after_a_call(http: httpx.Client) -> None:
     first = post(http, tool_choice=NAMED, seed=0, parallel_tool_calls=False)
     message = first["choices"][0]["message"]
-    result = {
-        "role": "tool",
-        "tool_call_id": message["tool_calls"][0]["id"],
-        "content": "1.6",
-    }
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1.6"}
     body = post(http, messages=[QUESTION, message, result], max_tokens=8)
     assert body["choices"][0]["finish_reason"] in ("length", "stop")
 

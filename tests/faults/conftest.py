@@ -12,9 +12,7 @@ def rows(request: pytest.FixtureRequest) -> Rows:
     return request.config.stash.setdefault(_ROWS, Rows())
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     rows = config.stash.get(_ROWS, None)
     if rows is not None:
         terminalreporter.section("attacks")

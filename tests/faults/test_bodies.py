@@ -61,51 +61,51 @@ BODIES: dict[str, tuple[str, Callable[[], Any], set[int]]] = {
     "10 MB of spaces": (COMPLETIONS, lambda: completion(prompt=" " * (10 * MIB)), {200, 400}),
     "10 MB of spaces, truncated": (
         COMPLETIONS,
-        lambda: completion(prompt=" " * (10 * MIB), truncate_prompt_tokens=8), {200, 400},
+        lambda: completion(prompt=" " * (10 * MIB), truncate_prompt_tokens=8),
+        {200, 400},
     ),
     "31 MB, truncated": (
-        COMPLETIONS, lambda: completion(prompt=words(31 * MIB), truncate_prompt_tokens=8), {200},
+        COMPLETIONS,
+        lambda: completion(prompt=words(31 * MIB), truncate_prompt_tokens=8),
+        {200},
     ),
     "1000 prompts of 4000 characters": (
-        COMPLETIONS, lambda: completion(prompt=[words(4000)] * 1000), {200, 400, 429},
+        COMPLETIONS,
+        lambda: completion(prompt=[words(4000)] * 1000),
+        {200, 400, 429},
     ),
     "1,000,000 prompts": (COMPLETIONS, lambda: completion(prompt=["a"] * 10**6), {400}),
     "5,000,000 tokens": (COMPLETIONS, lambda: completion(prompt=[5] * (5 * 10**6)), {400}),
     "16 stop strings of 1 MB": (COMPLETIONS, lambda: completion(stop=["ab" * 2**19] * 16), {400}),
     "16 KiB of stop strings x 128": (
-        COMPLETIONS, lambda: completion(stop=["ab" * 512] * 16, n=128), {200, 400, 429},
+        COMPLETIONS,
+        lambda: completion(stop=["ab" * 512] * 16, n=128),
+        {200, 400, 429},
     ),
-    "100 bad words of 90 kB": (COMPLETIONS, lambda: completion(bad_words=["b" * 90_000] * 100),
-                               {400}),
+    "100 bad words of 90 kB": (COMPLETIONS, lambda: completion(bad_words=["b" * 90_000] * 100), {400}),
     "64 KiB of bad words": (COMPLETIONS, lambda: completion(bad_words=["b" * 512] * 128), {200}),
-    "5,000,000 allowed tokens": (
-        COMPLETIONS, lambda: completion(allowed_token_ids=[5] * (5 * 10**6)), {400},
-    ),
-    "5,000,000 stop tokens": (
-        COMPLETIONS, lambda: completion(stop_token_ids=[5] * (5 * 10**6)), {400},
-    ),
+    "5,000,000 allowed tokens": (COMPLETIONS, lambda: completion(allowed_token_ids=[5] * (5 * 10**6)), {400}),
+    "5,000,000 stop tokens": (COMPLETIONS, lambda: completion(stop_token_ids=[5] * (5 * 10**6)), {400}),
     "1,000,000 biases": (
-        COMPLETIONS, lambda: completion(logit_bias={str(n): 1 for n in range(10**6)}), {400},
+        COMPLETIONS,
+        lambda: completion(logit_bias={str(n): 1 for n in range(10**6)}),
+        {400},
     ),
-    "500,000 content parts": (
-        CHAT, lambda: chat([{"type": "text", "text": "a"}] * 500_000), {400},
-    ),
-    "8192 content parts": (
-        CHAT, lambda: chat([{"type": "text", "text": "a", "x": 1}] * 8192), {200, 400},
-    ),
+    "500,000 content parts": (CHAT, lambda: chat([{"type": "text", "text": "a"}] * 500_000), {400}),
+    "8192 content parts": (CHAT, lambda: chat([{"type": "text", "text": "a", "x": 1}] * 8192), {200, 400}),
     "arguments of 10,000,000 items": (CHAT, lambda: call("[" + "1," * 10**7 + "1]"), {400}),
-    "250,000 items": (CHAT, lambda: chat("a", chat_template_kwargs={"x": [[]] * 125_000}),
-                      {200, 400}),
-    "130,000 names": (COMPLETIONS, lambda: completion(user={str(n): 1 for n in range(130_000)}),
-                      {200, 400}),
+    "250,000 items": (CHAT, lambda: chat("a", chat_template_kwargs={"x": [[]] * 125_000}), {200, 400}),
+    "130,000 names": (COMPLETIONS, lambda: completion(user={str(n): 1 for n in range(130_000)}), {200, 400}),
     "10,000,000 lists": (COMPLETIONS, lambda: completion(user=[[]] * (8 * 10**6)), {400}),
-    "20 MB of escapes": (COMPLETIONS, lambda: completion(prompt="\n\"" * (5 * 10**6)), {400}),
+    "20 MB of escapes": (COMPLETIONS, lambda: completion(prompt='\n"' * (5 * 10**6)), {400}),
     "a model of 31 MB": (COMPLETIONS, lambda: completion(model="m" * (31 * MIB)), {400}),
     "a model that is a list": (COMPLETIONS, lambda: completion(model=[1] * 10**6), {400}),
     "a salt of 31 MB": (COMPLETIONS, lambda: completion(cache_salt="m" * (31 * MIB)), {400}),
     "/tokenize of 30 MB": (TOKENIZE, lambda: {"prompt": words(30 * MIB)}, {400}),
     "/tokenize with texts": (
-        TOKENIZE, lambda: {"prompt": words(400_000), "return_token_strs": True}, {200, 400},
+        TOKENIZE,
+        lambda: {"prompt": words(400_000), "return_token_strs": True},
+        {200, 400},
     ),
     "/detokenize of 5,000,000 ids": (DETOKENIZE, lambda: {"tokens": [5] * (5 * 10**6)}, {400}),
     "/detokenize of 131,072 ids": (DETOKENIZE, lambda: {"tokens": [5] * 131_072}, {200}),
@@ -116,7 +116,7 @@ BODIES: dict[str, tuple[str, Callable[[], Any], set[int]]] = {
     "compared lists": (CHAT, lambda: chat("compared"), {400}),
     "escapes": (CHAT, lambda: chat("escapes"), {400}),
     "a translation": (CHAT, lambda: chat("translate"), {400}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +130,19 @@ def attacked(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
             command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"', *command]
         except pytest.skip.Exception:
             pass  # the test that needs it says so
-        served = stack.enter_context(Served(
-            "--device", "cpu", "--memory-gib", "0.25", "--chat-template", str(template),
-            "--max-body-mib", "32", command=command,
-        ))  # fmt: skip
+        served = stack.enter_context(
+            Served(
+                "--device",
+                "cpu",
+                "--memory-gib",
+                "0.25",
+                "--chat-template",
+                str(template),
+                "--max-body-mib",
+                "32",
+                command=command,
+            )
+        )
         yield stack.enter_context(streams_on(served, rows, group))
 
 

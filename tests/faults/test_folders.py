@@ -20,11 +20,7 @@ from support.serving import Served, corun_command, wait_until
 
 pytestmark = pytest.mark.faults
 
-CONFIG, WEIGHTS, TEMPLATE = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "chat_template.jinja",
-)
+CONFIG, WEIGHTS, TEMPLATE = ("adapter_config.json", "adapter_model.safetensors", "chat_template.jinja")
 SETTLED_S = 10.0  # after which a deleted adapter is not served
 ANSWER_TIMEOUT_S = 15.0
 NUM_CLIENTS = 6
@@ -76,9 +72,7 @@ class Folders:
     """A server with ``--lora-dir`` and ``--allowed-lora-dirs``, and a new adapter to delete."""
 
     def __init__(self, root: Path) -> None:
-        self.loras, self.allowed, self.elsewhere = (
-            root / name for name in ("loras", "allowed", "elsewhere")
-        )
+        self.loras, self.allowed, self.elsewhere = (root / name for name in ("loras", "allowed", "elsewhere"))
         self._num_gone = 0
         self._staging = root / "staging"
         copy("upper", self.loras / "good")
@@ -127,9 +121,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def attacked(folders: Folders, rows: Rows) -> Iterator[Attacked]:
     command = ["unshare", "--user", *corun_command()] if CAN_UNSHARE else corun_command()
     options = (
-        "--device", "cpu", "--memory-gib", "0.25", "--lora-dir", str(folders.loras),
-        "--allowed-lora-dirs", str(folders.allowed), "--allow-runtime-lora-updating",
-    )  # fmt: skip
+        "--device",
+        "cpu",
+        "--memory-gib",
+        "0.25",
+        "--lora-dir",
+        str(folders.loras),
+        "--allowed-lora-dirs",
+        str(folders.allowed),
+        "--allow-runtime-lora-updating",
+    )
     with Served(*options, command=command) as served, streams_on(served, rows) as attacked:
         yield attacked
 
@@ -193,16 +194,11 @@ def judge(attacked: Attacked, folders: Folders, names: dict[str, set[int]]) -> s
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_of_an_adapter(attacked: Attacked, folders: Folders, kind: str) -> None:
     """Once for each file of an adapter, and as an entry of the directory."""
-    names = {"bad-weights": REFUSED, "bad-config": REFUSED, "entry": REFUSED,
-             "bad-template": {200} | REFUSED}  # fmt: skip
+    names = {"bad-weights": REFUSED, "bad-config": REFUSED, "entry": REFUSED, "bad-template": {200} | REFUSED}
 
     def attack() -> str:
         try:
-            for name, file in (
-                ("bad-weights", WEIGHTS),
-                ("bad-config", CONFIG),
-                ("bad-template", TEMPLATE),
-            ):
+            for name, file in (("bad-weights", WEIGHTS), ("bad-config", CONFIG), ("bad-template", TEMPLATE)):
                 folders.put(name, partial(replace_file, file=file, make=KINDS[kind]))
             KINDS[kind](folders.loras / "entry")
             return judge(attacked, folders, names)
@@ -245,9 +241,7 @@ def test_many_directories(attacked: Attacked, folders: Folders) -> None:
     attacked.check("3,000 directories in --lora-dir", attack)
 
 
-def test_an_adapter_that_becomes_a_link_while_it_loads(
-    attacked: Attacked, folders: Folders
-) -> None:
+def test_an_adapter_that_becomes_a_link_while_it_loads(attacked: Attacked, folders: Folders) -> None:
     """Its directory and its weights are links to an adapter elsewhere, and are not, in turn."""
     place, kept = folders.allowed / "swapped", folders.allowed / "kept"
     served, is_over = attacked.served, threading.Event()

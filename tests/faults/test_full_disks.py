@@ -22,14 +22,20 @@ from support.serving import Served, corun_command, wait_until
 pytestmark = pytest.mark.faults
 
 SHM = Path("/dev/shm")
-CAN_MOUNT = os.geteuid() == 0 and not os.system(
-    "unshare --mount mount -t tmpfs tmpfs /dev/shm 2>/dev/null"
-)
+CAN_MOUNT = os.geteuid() == 0 and not os.system("unshare --mount mount -t tmpfs tmpfs /dev/shm 2>/dev/null")
 NEEDS_MOUNT = pytest.mark.skipif(not CAN_MOUNT, reason="needs root and mounts of its own")
 BASIC = ("--device", "cpu", "--memory-gib", "0.03")
 # Compiled code is not stored, so less of it makes a shorter start.
-FEW_KERNELS = ("--linear-backend", "plain", "--attention-backend", "torch", "--fused-kernels",
-               "off", "--cpu-threads", "1")  # fmt: skip
+FEW_KERNELS = (
+    "--linear-backend",
+    "plain",
+    "--attention-backend",
+    "torch",
+    "--fused-kernels",
+    "off",
+    "--cpu-threads",
+    "1",
+)
 TIMEOUT_S = 60.0
 UPPER = demo_adapters_path() / "upper"
 NUM_REPOSITORIES = 8
@@ -81,17 +87,18 @@ def attacked(disks: dict[str, Path], rows: Rows) -> Iterator[Attacked]:
     """All that it writes is on file systems of its own."""
     repositories = {f"acme/upper{number}": UPPER for number in range(NUM_REPOSITORIES)}
     options = (
-        *BASIC, "--lora-state-file", str(disks["state"] / "state.json"), "--request-log",
-        str(disks["state"] / "requests"), "--lora-resolver", "hub:acme",
+        *BASIC,
+        "--lora-state-file",
+        str(disks["state"] / "state.json"),
+        "--request-log",
+        str(disks["state"] / "requests"),
+        "--lora-resolver",
+        "hub:acme",
         "--allow-runtime-lora-updating",
-    )  # fmt: skip
+    )
     command = mounting({disks["state"]: "1m", disks["hub"]: "32m", SHM: "200m"})
     with fake_hub(repositories) as url:
-        environment = {
-            "HF_ENDPOINT": url,
-            "HF_HOME": str(disks["hub"]),
-            "HF_HUB_OFFLINE": "0",
-        }
+        environment = {"HF_ENDPOINT": url, "HF_HOME": str(disks["hub"]), "HF_HUB_OFFLINE": "0"}
         with (
             Served(*options, command=command, environment=environment) as served,
             streams_on(served, rows) as attacked,
@@ -136,9 +143,7 @@ def test_state_file(attacked: Attacked, disks: dict[str, Path]) -> None:
         try:
             assert load(served, full).status_code == 200
             wait_until(
-                lambda: any(
-                    "state.json cannot be written" in line for line in served.log_lines[num_lines:]
-                )
+                lambda: any("state.json cannot be written" in line for line in served.log_lines[num_lines:])
             )
             assert complete(served, full).status_code == 200
             assert first in names_in(state) and full not in names_in(state)
@@ -227,8 +232,14 @@ def test_shared_memory_that_becomes_full(attacked: Attacked) -> None:
 def test_files_that_may_not_grow(rows: Rows, tmp_path: Path) -> None:
     """A limit of the size of files, for machines where nothing can be mounted."""
     state, log = tmp_path / "state.json", tmp_path / "requests"
-    options = (*BASIC, "--lora-state-file", str(state), "--request-log", str(log),
-               "--allow-runtime-lora-updating")  # fmt: skip
+    options = (
+        *BASIC,
+        "--lora-state-file",
+        str(state),
+        "--request-log",
+        str(log),
+        "--allow-runtime-lora-updating",
+    )
     with Served(*options) as served, streams_on(served, rows) as attacked:
         new = Names(f"limited{number}" for number in range(100))
 
@@ -311,6 +322,4 @@ def test_a_start_without_shared_memory(rows: Rows) -> None:
 
 def run_limited(limit: Callable[[], None]) -> "subprocess.CompletedProcess[str]":
     command = [*corun_command(), "serve", "--port", "0", *BASIC]
-    return subprocess.run(
-        command, preexec_fn=limit, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S
-    )
+    return subprocess.run(command, preexec_fn=limit, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)

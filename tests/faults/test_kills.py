@@ -56,13 +56,9 @@ ENDS = {
 }
 ENDS_WITH_WORKERS = {
     "workers stopped, engine killed": Case((("worker", STOP), ("engine", KILL)), DEAD, EXIT_FAILED),
-    "workers and engine stopped": Case(
-        (("worker", STOP), ("engine", STOP)), DEAD, EXIT_ENGINE_HUNG
-    ),
+    "workers and engine stopped": Case((("worker", STOP), ("engine", STOP)), DEAD, EXIT_ENGINE_HUNG),
     "all others stopped, API killed": Case(
-        (("worker", STOP), ("supervisor", STOP), ("engine", STOP), ("API", KILL)),
-        frozenset({CUT}),
-        -KILL,
+        (("worker", STOP), ("supervisor", STOP), ("engine", STOP), ("API", KILL)), frozenset({CUT}), -KILL
     ),
 }
 SURVIVED: dict[str, Sent] = {
@@ -81,9 +77,13 @@ class Streamed:
         self._last = ""
         self._url = server.url + "/v1/completions"
         self._body = {
-            "model": model, "prompt": f"{number} planets", "max_tokens": 450, "min_tokens": 450,
-            "ignore_eos": True, "stream": True,
-        }  # fmt: skip
+            "model": model,
+            "prompt": f"{number} planets",
+            "max_tokens": 450,
+            "min_tokens": 450,
+            "ignore_eos": True,
+            "stream": True,
+        }
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
@@ -273,15 +273,12 @@ def is_hung(server: Served) -> bool:
 
 
 @pytest.fixture(scope="module")
-def ending(
-    options: dict[bool, list[str]], request: pytest.FixtureRequest
-) -> Iterator[Iterator[Served]]:
+def ending(options: dict[bool, list[str]], request: pytest.FixtureRequest) -> Iterator[Iterator[Served]]:
     """A server for each test that ends one; the next starts meanwhile."""
     kinds = [
         item.function is test_ends_with_workers
         for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and item.function in (test_ends, test_ends_with_workers)
+        if isinstance(item, pytest.Function) and item.function in (test_ends, test_ends_with_workers)
     ]
     with ThreadPoolExecutor(1) as pool:
         starting = deque[Future[Served]]()

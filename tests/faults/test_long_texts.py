@@ -79,11 +79,7 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[list[Any]]
         if isinstance(item, pytest.Function) and item.function is test_memory_and_time
     }
     with ThreadPoolExecutor(2) as pool:
-        yield {
-            number: pool.submit(run, *case[:3])
-            for number, case in enumerate(CASES)
-            if number in wanted
-        }
+        yield {number: pool.submit(run, *case[:3]) for number, case in enumerate(CASES) if number in wanted}
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[str(one[:3]) for one in CASES])

@@ -38,21 +38,34 @@ UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 
 # All are refused with 400, in one answer: what follows is not read as a request.
 MALFORMED: dict[str, Sequence[bytes]] = {
     "heads that are not HTTP/1.1": (
-        b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"SSH-2.0-x\r\n", b"\0" * 100,
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
-        b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /\x01 HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"G\xc3T /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /health HTTP/1.1\nHost: x\n\n",
-        b"GET /health HTTP/1.1\rHost: x\r\r", HEALTH + b" y: z\r\n\r\n",
-        HEALTH + b"a: b\0c\r\n\r\n", HEALTH + b"a\0: b\r\n\r\n", HEALTH + b"abc\r\n\r\n",
+        b"hello\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"SSH-2.0-x\r\n",
+        b"\0" * 100,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /\x01 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"G\xc3T /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: x\n\n",
+        b"GET /health HTTP/1.1\rHost: x\r\r",
+        HEALTH + b" y: z\r\n\r\n",
+        HEALTH + b"a: b\0c\r\n\r\n",
+        HEALTH + b"a\0: b\r\n\r\n",
+        HEALTH + b"abc\r\n\r\n",
         HEALTH + b": a\r\n\r\n",
-        b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n",
     ),
     "heads that proxies read in another way": (
         SIZED + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         CHUNKED + b"Content-Length: 3\r\n\r\n0\r\n\r\n",
-        SIZED + b"Content-Length: 2\r\n\r\n{}", SIZED + b"Content-Length: 30\r\n\r\n" + BODY,
-        POST + b"Content-Length: 2, 2\r\n\r\n{}", POST + b"Content-Length: -2\r\n\r\n{}",
-        POST + b"Content-Length: +2\r\n\r\n{}", POST + b"Content-Length: 0x2\r\n\r\n{}",
+        SIZED + b"Content-Length: 2\r\n\r\n{}",
+        SIZED + b"Content-Length: 30\r\n\r\n" + BODY,
+        POST + b"Content-Length: 2, 2\r\n\r\n{}",
+        POST + b"Content-Length: -2\r\n\r\n{}",
+        POST + b"Content-Length: +2\r\n\r\n{}",
+        POST + b"Content-Length: 0x2\r\n\r\n{}",
         POST + b"Content-Length: 99999999999999999999999\r\n\r\n{}",
         POST + b"Content-Length : 2\r\n\r\n{}",
         POST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
@@ -60,17 +73,28 @@ MALFORMED: dict[str, Sequence[bytes]] = {
         POST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
         POST + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
         CHUNKED + b"Transfer-Encoding: identity\r\n\r\n0\r\n\r\n",
-        HEALTH + b"Host: y\r\n\r\n", HEALTH + b"Host: x\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
+        HEALTH + b"Host: y\r\n\r\n",
+        HEALTH + b"Host: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: x y\r\n\r\n",
     ),
     "chunks with bad sizes": tuple(
         CHUNKED + b"\r\n" + size + BODY + b"\r\n0\r\n\r\n"
         for size in (
-            b"-1\r\n", b"+1e\r\n", b"0x1e\r\n", b"zz\r\n", b"10000000000000001e\r\n", b"2\r\n",
-            b"1e\n", b"1e;a\nb\r\n", b"1e \r\n", b"\r\n", b" 1e\r\n",
+            b"-1\r\n",
+            b"+1e\r\n",
+            b"0x1e\r\n",
+            b"zz\r\n",
+            b"10000000000000001e\r\n",
+            b"2\r\n",
+            b"1e\n",
+            b"1e;a\nb\r\n",
+            b"1e \r\n",
+            b"\r\n",
+            b" 1e\r\n",
         )
     ),
-}  # fmt: skip
+}
 LARGE_HEADS = {
     "100,000 headers": HEALTH + b"a: b\r\n" * 100_000 + b"\r\n",
     "a value of 1 MB": HEALTH + b"a: " + b"b" * 2**20 + b"\r\n\r\n",
@@ -80,20 +104,24 @@ LARGE_HEADS = {
 }
 LARGE_FRAMES = {  # of small bodies
     "an extension of 4 MB": CHUNKED + b"\r\n1e;" + b"a" * 2**22 + b"\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "4 MB of trailers": CHUNKED + b"\r\n1e\r\n" + BODY + b"\r\n0\r\n" + b"a: b\r\n" * 700_000
-    + b"\r\n",
-    "a trailer of 4 MB": CHUNKED + b"\r\n1e\r\n" + BODY + b"\r\n0\r\na: " + b"b" * 2**22
-    + b"\r\n\r\n",
+    "4 MB of trailers": CHUNKED + b"\r\n1e\r\n" + BODY + b"\r\n0\r\n" + b"a: b\r\n" * 700_000 + b"\r\n",
+    "a trailer of 4 MB": CHUNKED + b"\r\n1e\r\n" + BODY + b"\r\n0\r\na: " + b"b" * 2**22 + b"\r\n\r\n",
     "300,000 chunks": CHUNKED + b"\r\n" + b"1\r\n \r\n" * 300_000 + CHUNK,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def attacked(rows: Rows) -> Iterator[Attacked]:
     options = (
-        "--device", "cpu", "--memory-gib", "0.25", "--header-timeout-s", str(HEADER_TIMEOUT_S),
-        "--body-timeout-s", str(BODY_TIMEOUT_S),
-    )  # fmt: skip
+        "--device",
+        "cpu",
+        "--memory-gib",
+        "0.25",
+        "--header-timeout-s",
+        str(HEADER_TIMEOUT_S),
+        "--body-timeout-s",
+        str(BODY_TIMEOUT_S),
+    )
     with Served(*options) as served, streams_on(served, rows) as attacked:
         yield attacked
 
@@ -298,8 +326,7 @@ def test_floods(attacked: Attacked, name: str, sent: bytes, status: int, text: s
 
 
 @pytest.mark.parametrize(
-    ("client", "name", "start"),
-    [("127.0.0.1", "nothing", b""), (OTHER_CLIENT, "half a head", HEALTH)],
+    ("client", "name", "start"), [("127.0.0.1", "nothing", b""), (OTHER_CLIENT, "half a head", HEALTH)]
 )
 def test_idle_connections(attacked: Attacked, client: str, name: str, start: bytes) -> None:
     """Of one address, beside others or as the streams."""

@@ -125,10 +125,7 @@ class Soak:
 
 
 async def _take_turns(
-    aged: tuple[str, SoakLoad],
-    fresh: tuple[str, SoakLoad],
-    warm_up_s: float,
-    say: Callable[[str], None],
+    aged: tuple[str, SoakLoad], fresh: tuple[str, SoakLoad], warm_up_s: float, say: Callable[[str], None]
 ) -> Row:
     """Compare first tokens of two servers (URL, load): turns of ABBA, as long as warm-up each."""
     await fresh[1].run(fresh[0], time.monotonic() + warm_up_s)
@@ -154,9 +151,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def _serving(load: SoakLoad) -> Served:
-    return Served(
-        *OPTIONS, "--lora-dir", str(load.lora_dir), "--allowed-lora-dirs", str(load.loaded_dir)
-    )
+    return Served(*OPTIONS, "--lora-dir", str(load.lora_dir), "--allowed-lora-dirs", str(load.loaded_dir))
 
 
 def _end(served: Served) -> None:
@@ -173,9 +168,7 @@ def _end(served: Served) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(0)  # the run has an end of its own, and each request a deadline
 @pytest.mark.usefixtures("one_torch_thread")
-def test_soak(
-    request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_soak(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = request.config.pluginmanager.getplugin("terminalreporter")
 
     def say(line: str) -> None:

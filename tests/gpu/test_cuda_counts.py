@@ -52,9 +52,7 @@ def test_a_step_of_an_8b_model(llama: Figures, step: str) -> None:
 
 # q and k are normed with their rotation, and Gemma's norms behind a module with the sum.
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("model", "base", "adapters"), [("qwen3-8b", 338, 626), ("gemma2-9b", 396, 732)]
-)
+@pytest.mark.parametrize(("model", "base", "adapters"), [("qwen3-8b", 338, 626), ("gemma2-9b", 396, 732)])
 def test_launches_of_other_models(model: str, base: int, adapters: int) -> None:
     counted = _count(model)[model]
     launches = counted["base"]["launches"], counted["adapters"]["launches"]
@@ -63,11 +61,22 @@ def test_launches_of_other_models(model: str, base: int, adapters: int) -> None:
 
 # Launches of tiny models of two layers, without and with adapters.
 _ARCHITECTURES = {
-    "llama3-rope": (33, 49), "llama-yarn": (33, 49), "mistral": (33, 49), "qwen2": (33, 49),
-    "qwen3": (33, 49), "gemma2": (37, 53), "gemma3": (43, 59), "phi3": (37, 53),
-    "phi3-longrope": (42, 58), "olmo2": (62, 78), "granite": (39, 55), "starcoder2": (42, 58),
-    "cohere": (32, 44), "gpt-neox": (42, 58), "mixtral": (73, 81),
-}  # fmt: skip
+    "llama3-rope": (33, 49),
+    "llama-yarn": (33, 49),
+    "mistral": (33, 49),
+    "qwen2": (33, 49),
+    "qwen3": (33, 49),
+    "gemma2": (37, 53),
+    "gemma3": (43, 59),
+    "phi3": (37, 53),
+    "phi3-longrope": (42, 58),
+    "olmo2": (62, 78),
+    "granite": (39, 55),
+    "starcoder2": (42, 58),
+    "cohere": (32, 44),
+    "gpt-neox": (42, 58),
+    "mixtral": (73, 81),
+}
 
 
 @pytest.mark.full

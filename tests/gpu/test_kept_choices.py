@@ -7,9 +7,7 @@ from corun.gpu import kept_choices
 from corun.gpu.kept_choices import choice_path
 
 
-def test_a_choice_is_of_its_facts_and_its_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_is_of_its_facts_and_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = choice_path(tmp_path, "linear", 2)
     assert path == choice_path(tmp_path, "linear", 2)
     assert path != choice_path(tmp_path, "linear", 4)

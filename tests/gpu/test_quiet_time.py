@@ -35,9 +35,7 @@ def test_without_statistics_samples_without_a_forced_switch_count() -> None:
 
 
 class Clock:
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, recorded: list[tuple[float, float]]
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, recorded: list[tuple[float, float]]) -> None:
         self.now_s = self.waited_s = 0.0
         self._recorded = iter(recorded)
         monkeypatch.setattr("time.perf_counter", lambda: self.now_s)

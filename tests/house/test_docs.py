@@ -52,9 +52,7 @@ def _anchors(file: Path) -> frozenset[str]:
     """As GitHub makes them of headlines."""
     text = re.sub(r"^```.*?^```", "", file.read_text(encoding="utf-8"), flags=re.M | re.S)
     headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
-    return frozenset(
-        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
-    )
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=name_of)
@@ -81,9 +79,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [page for page in _PAGES if page.name not in {"CONTRIBUTING.md", *_OF_OTHERS}],
-    ids=name_of,
+    "page", [page for page in _PAGES if page.name not in {"CONTRIBUTING.md", *_OF_OTHERS}], ids=name_of
 )
 def test_named_options_exist(page: Path) -> None:
     named = set(_FLAG.findall(page.read_text(encoding="utf-8")))
@@ -132,9 +128,7 @@ def test_every_part_of_a_first_token_is_explained(name: str) -> None:
 
 def test_named_metrics_exist() -> None:
     text = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
-    sources = "".join(
-        path.read_text(encoding="utf-8") for path in (ROOT / "runtime" / "server").glob("*.py")
-    )
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "runtime" / "server").glob("*.py"))
     names = [
         name.removesuffix("_total")
         for row in _rows(text, "Metrics")

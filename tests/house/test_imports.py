@@ -208,9 +208,7 @@ def test_papers_are_imported_on_use_by_registries_alone() -> None:
         for item in imports_of(path):
             if not _is_of_papers(item):
                 continue
-            is_on_use = any(
-                one.lineno <= item.line <= (one.end_lineno or one.lineno) for one in functions
-            )
+            is_on_use = any(one.lineno <= item.line <= (one.end_lineno or one.lineno) for one in functions)
             if path.name != "registry.py" or not is_on_use:
                 wrong.append(f"{item.file}:{item.line} imports {item.target}")
     assert not wrong, "\n".join(wrong)

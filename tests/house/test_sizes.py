@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from support.product import ROOT, name_of, nodes_of, product_files
+from support.product import ROOT, files_of, name_of, nodes_of, product_files
 
 _MAX_FILE_LINES = 600
 _MAX_FUNCTION_LINES = 60
@@ -33,15 +33,20 @@ def test_nothing_grows_too_large() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_formatter_lays_the_code_out() -> None:
+    marks = ("# fmt: " + "skip", "# fmt: " + "off")
+    files = [*product_files(), *files_of("tests"), *files_of("bench")]
+    kept = [name_of(path) for path in files for mark in marks if mark in path.read_text(encoding="utf-8")]
+    assert not kept, kept
+
+
 def test_only_the_command_line_prints() -> None:
     wrong = [
         f"{name_of(path)}:{node.lineno}"
         for path in product_files()
         if not name_of(path).startswith("runtime/cli/")
         for node in nodes_of(path)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "print"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert not wrong, "\n".join(wrong)
 

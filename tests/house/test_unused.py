@@ -120,10 +120,7 @@ def test_every_public_function_and_class_is_used() -> None:
 def test_every_public_method_is_used() -> None:
     """Or at least one of the same name."""
     classes = [
-        (path, node)
-        for path in product_files()
-        for node in nodes_of(path)
-        if isinstance(node, ast.ClassDef)
+        (path, node) for path in product_files() for node in nodes_of(path) if isinstance(node, ast.ClassDef)
     ]
     own = {node.name for _, node in classes}
     wrong = [

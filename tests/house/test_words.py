@@ -1,13 +1,6 @@
 """No held word stands in what people read, but in a few sentences about people."""
 
-from house.words import (
-    HELD_WORDS,
-    ROOT,
-    files_of_repository,
-    offenders,
-    offenders_in,
-    read_exceptions,
-)
+from house.words import HELD_WORDS, ROOT, files_of_repository, offenders, offenders_in, read_exceptions
 
 _MAX_EXCEPTIONS = 20
 _SAMPLE = '''\
@@ -74,17 +67,11 @@ def test_finds_words_in_strings_and_comments_of_sources() -> None:
 
 
 def test_reads_docstrings_and_comments_alone_in_tests() -> None:
-    assert _found("tests/test_cache.py", _SAMPLE) == {
-        (3, "by then"),
-        (6, "whoever"),
-        (8, "Nobody"),
-    }
+    assert _found("tests/test_cache.py", _SAMPLE) == {(3, "by then"), (6, "whoever"), (8, "Nobody")}
 
 
 def test_finds_words_in_documents() -> None:
-    assert _found("docs/cache.md", "# Cache\n\nIt may not\ncome. It comes.\n") == {
-        (3, "may not come")
-    }
+    assert _found("docs/cache.md", "# Cache\n\nIt may not\ncome. It comes.\n") == {(3, "may not come")}
 
 
 def test_finds_every_held_word() -> None:

@@ -22,11 +22,31 @@ _PERSONS = """
 """.split()
 # Words and phrases that documentation of software does not use.
 _STIFF = (
-    "anew", "told", "hears", "heard", "comes to", "came to", "come to be", "may not come",
-    "by then", "whatever", "howsoever", "thereof", "therein", "hence", "thus", "lest",
-    "makes way", "make way", "made way", "making way", "what has become of", "nought", "whence",
+    "anew",
+    "told",
+    "hears",
+    "heard",
+    "comes to",
+    "came to",
+    "come to be",
+    "may not come",
+    "by then",
+    "whatever",
+    "howsoever",
+    "thereof",
+    "therein",
+    "hence",
+    "thus",
+    "lest",
+    "makes way",
+    "make way",
+    "made way",
+    "making way",
+    "what has become of",
+    "nought",
+    "whence",
     "wherein",
-)  # fmt: skip
+)
 HELD_WORDS = (*_PERSONS, *_STIFF)
 
 # Every string constant is read here, as most of them are messages; in tests they are mostly data.

@@ -35,9 +35,17 @@ class Command:
         self.state_dir = state_dir
         self._log_path = state_dir.with_name(f"log-{time.monotonic_ns()}")
         options = [
-            "--port", "0", "--state-dir", str(state_dir), "--ray", address,
-            "--engines", str(NUM_ENGINES), *PLAIN, *arguments,
-        ]  # fmt: skip
+            "--port",
+            "0",
+            "--state-dir",
+            str(state_dir),
+            "--ray",
+            address,
+            "--engines",
+            str(NUM_ENGINES),
+            *PLAIN,
+            *arguments,
+        ]
         with self._log_path.open("w") as log:
             self.process = subprocess.Popen([*corun_command("cluster"), *options], stderr=log)
 
@@ -46,10 +54,7 @@ class Command:
 
     def ready(self) -> str:
         """Return the URL once all engines are ready."""
-        wait_until(
-            lambda: self.process.poll() is not None or bool(_URL.search(self.log())),
-            START_TIMEOUT_S,
-        )
+        wait_until(lambda: self.process.poll() is not None or bool(_URL.search(self.log())), START_TIMEOUT_S)
         found = _URL.search(self.log())
         assert found is not None, self.log()
         wait_until(lambda: len(self.status().engines) == NUM_ENGINES, START_TIMEOUT_S)
@@ -103,17 +108,13 @@ def tokens(url: str, headers: dict[str, str], model: str, text: str) -> list[str
         "temperature": 0,
         "logprobs": 0,
     }
-    answer = httpx.post(
-        f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_TIMEOUT_S
-    )
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     found: list[str] = answer.json()["choices"][0]["logprobs"]["tokens"]
     return found
 
 
-def test_answers_are_those_of_its_engines_and_nothing_is_left(
-    ray: RayCluster, tmp_path: Path
-) -> None:
+def test_answers_are_those_of_its_engines_and_nothing_is_left(ray: RayCluster, tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
     command = Command(tmp_path / "state", ray.address, "--lora-dir", str(demo_adapters_path()))
     try:

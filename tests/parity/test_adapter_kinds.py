@@ -133,9 +133,7 @@ def ask_twice(case: ParityCase, **options: Any) -> list[tuple[str | None, Any]]:
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("architecture", SERVED)
-def test_mixed_batches_in_chunks_and_over_prefixes(
-    architecture: str, where: str, tmp_path: Path
-) -> None:
+def test_mixed_batches_in_chunks_and_over_prefixes(architecture: str, where: str, tmp_path: Path) -> None:
     case = make_case(SERVED[architecture], architecture, tmp_path)
     check_exact(case, ask_twice(case, dtype="float32", device=where))
 
@@ -173,9 +171,7 @@ def test_preempted_requests_and_adapters_that_are_loaded_again(
     names = [None, *case.adapters] * 2
     asked, params = prompts_for(case, names, 1, 6, seed=2), replace(GREEDY, max_tokens=24)
     options = {"max_num_batched_tokens": 64, "memory_gib": room_bytes / 2**30, "max_model_len": 32}
-    with Engine(
-        model=str(case.directory), dtype="float32", device="cpu", **OPTIONS | options
-    ) as engine:
+    with Engine(model=str(case.directory), dtype="float32", device="cpu", **OPTIONS | options) as engine:
         outputs = engine.generate(asked, params, case.loras(names), predicted_output_tokens=1)
         stats = engine.get_stats()
     assert (stats.num_preemptions if share == 1.0 else stats.num_device_evictions) > 0
@@ -183,12 +179,9 @@ def test_preempted_requests_and_adapters_that_are_loaded_again(
 
 
 @pytest.mark.parametrize(
-    ("quantization", "kinds"),
-    [(None, (DORA, EMBEDDING, TOKENS, ADDED)), ("int8", (DORA, BOTH, SAVED))],
+    ("quantization", "kinds"), [(None, (DORA, EMBEDDING, TOKENS, ADDED)), ("int8", (DORA, BOTH, SAVED))]
 )
-def test_bfloat16_and_quantised_bases(
-    quantization: str | None, kinds: Sequence[str], tmp_path: Path
-) -> None:
+def test_bfloat16_and_quantised_bases(quantization: str | None, kinds: Sequence[str], tmp_path: Path) -> None:
     """Norms are those of the weights that are served, which the truth has, too."""
     case = make_case(kinds, "llama3-rope", tmp_path, quantization=quantization)
     answers = ask_twice(case, dtype="bfloat16", device="cpu", quantization=quantization)
@@ -200,10 +193,7 @@ def splits_of(engine: ColdEngine, *names: str) -> set[int]:
     """Layers from which the device computed the deltas of cold rows of these adapters."""
     adapter_ids = set(map(engine.adapter_id, names))
     asked = {
-        new.request_id
-        for plan in engine.plans
-        for new in plan.new_requests
-        if new.adapter_id in adapter_ids
+        new.request_id for plan in engine.plans for new in plan.new_requests if new.adapter_id in adapter_ids
     }
     return {
         split

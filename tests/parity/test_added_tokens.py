@@ -38,9 +38,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 
 @pytest.fixture(scope="module")
 def engine(case: ParityCase) -> Iterator[Engine]:
-    with Engine(
-        model=str(case.directory), dtype="float32", device="cpu", max_model_len=64
-    ) as engine:
+    with Engine(model=str(case.directory), dtype="float32", device="cpu", max_model_len=64) as engine:
         yield engine
 
 

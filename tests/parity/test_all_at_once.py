@@ -29,21 +29,26 @@ def make_engine(case: ParityCase, directory: Path) -> ColdEngine:
     names = {name for name in SESSIONS if name}
     memory_bytes = NUM_BLOCKS * case.kv_block_bytes(4, torch.bfloat16) * 2
     return ColdEngine(
-        case.directory, {name: case.adapters[name] for name in sorted(names)}, directory,
+        case.directory,
+        {name: case.adapters[name] for name in sorted(names)},
+        directory,
         # Steps are thought to be slow, or nothing would be brought back to the device.
         figures=Figures(tokens_per_worker=8, step_s=Curve((0.0, 64.0), (0.01, 2.0))),
-        delta_backend="numpy", load_strategy="assisted", memory_policy="corun",
-        scheduling_policy="corun", link_gib_per_s=0.005, memory_gib=memory_bytes / 2**30,
-        host_adapter_bytes="1MiB", host_kv_bytes="4MiB", prefix_cache="on", growth_headroom=0.0,
-    )  # fmt: skip
+        delta_backend="numpy",
+        load_strategy="assisted",
+        memory_policy="corun",
+        scheduling_policy="corun",
+        link_gib_per_s=0.005,
+        memory_gib=memory_bytes / 2**30,
+        host_adapter_bytes="1MiB",
+        host_kv_bytes="4MiB",
+        prefix_cache="on",
+        growth_headroom=0.0,
+    )
 
 
 def turn(
-    engine: ColdEngine,
-    case: ParityCase,
-    prompts: list[list[int]],
-    truth: dict[str, str],
-    number: int,
+    engine: ColdEngine, case: ParityCase, prompts: list[list[int]], truth: dict[str, str], number: int
 ) -> list[Answer]:
     """Let all sessions go on, each said to answer with one token; in the midst what must not hurt.
 

@@ -25,9 +25,7 @@ def check(case: ParityCase, model: Path, adapters: dict[str, Path], **options: A
     asked = [(prompt, name) for prompt in PROMPTS for name in (None, *adapters)]
     options = {"dtype": "float32", "device": "cpu", "memory_gib": 0.1, **options}
     with Engine(model=str(model), **options) as engine:
-        loras = [
-            None if name is None else LoRARequest(name, 1, str(adapters[name])) for _, name in asked
-        ]
+        loras = [None if name is None else LoRARequest(name, 1, str(adapters[name])) for _, name in asked]
         outputs = engine.generate([prompt for prompt, _ in asked], GREEDY, loras)
     for (_, name), output in zip(asked, outputs, strict=True):
         assert largest_error(case, output, name) < MAX_RELATIVE_ERROR
@@ -70,9 +68,13 @@ def test_prompts_that_fill_the_context(tmp_path: Path) -> None:
     case = ParityCase("qwen3", tmp_path, specs=(AdapterSpec("one"),))
     longest = [int(7 + i * 13 % 80) for i in range(255)]
     with Engine(
-        model=str(case.directory), dtype="float32", device="cpu", memory_gib=0.1,
-        max_model_len=256, max_num_batched_tokens=64,
-    ) as engine:  # fmt: skip
+        model=str(case.directory),
+        dtype="float32",
+        device="cpu",
+        memory_gib=0.1,
+        max_model_len=256,
+        max_num_batched_tokens=64,
+    ) as engine:
         lora = LoRARequest("one", 1, str(case.adapters["one"]))
         once = replace(GREEDY, max_tokens=1)
         for name, asked in ((None, None), ("one", lora)):
@@ -119,9 +121,7 @@ def test_gpt2(variant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["onednn", "plain"])
 def test_gpt2_on_every_linear_backend(backend: str, tmp_path: Path) -> None:
-    case = ParityCase(
-        "gpt2", tmp_path, specs=(AdapterSpec("all", {"target_modules": "all-linear"}),)
-    )
+    case = ParityCase("gpt2", tmp_path, specs=(AdapterSpec("all", {"target_modules": "all-linear"}),))
     check(case, case.directory, case.adapters, linear_backend=backend)
 
 
@@ -133,9 +133,7 @@ def test_an_adapter_of_a_plain_linear_that_says_fan_in_fan_out(tmp_path: Path) -
 
 
 WRAPPED = ("qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "internvl", "glm4v")
-REGEX = (
-    r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|gate_up_proj)"
-)
+REGEX = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|gate_up_proj)"
 
 
 @pytest.mark.parametrize("model_type", WRAPPED)

@@ -49,9 +49,7 @@ def engine(running: ColdEngine) -> Iterator[ColdEngine]:
 
 
 @pytest.mark.parametrize("strategy", [None, *LoadStrategy])
-def test_every_strategy(
-    engine: ColdEngine, case: ParityCase, strategy: LoadStrategy | None
-) -> None:
+def test_every_strategy(engine: ColdEngine, case: ParityCase, strategy: LoadStrategy | None) -> None:
     """As planned, beside running requests; None = the planner's choice."""
     engine.use_strategy(strategy)
     names = [None, *NAMES, *NAMES, None]
@@ -97,9 +95,7 @@ def test_a_forced_strategy_is_used_again_after_steps_were_held_up(
 
 @pytest.mark.parametrize("chunk_tokens", [512, 7])
 @pytest.mark.parametrize("split_layer", [0, 2, NUM_LAYERS])
-def test_every_split(
-    engine: ColdEngine, case: ParityCase, split_layer: int, chunk_tokens: int
-) -> None:
+def test_every_split(engine: ColdEngine, case: ParityCase, split_layer: int, chunk_tokens: int) -> None:
     """Four cold adapters of all kinds beside a resident one and the base model."""
     engine.warm("rs")
     engine.plans.clear()
@@ -158,9 +154,7 @@ def test_the_split_is_corrected_between_chunks(engine: ColdEngine, case: ParityC
     check(case, answers)
 
 
-def test_decode_goes_on_with_workers_until_the_adapter_is_there(
-    engine: ColdEngine, case: ParityCase
-) -> None:
+def test_decode_goes_on_with_workers_until_the_adapter_is_there(engine: ColdEngine, case: ParityCase) -> None:
     is_held = True
 
     def cut(request: Request, max_tokens: int) -> ColdChunk | None:

@@ -30,9 +30,13 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 def engine(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColdEngine]:
     before = held()
     with ColdEngine(
-        case.directory, case.adapters, tmp_path_factory.mktemp("engine"),
-        figures=Figures(tokens_per_worker=8), num_workers=2, delta_backend="numpy",
-    ) as engine:  # fmt: skip
+        case.directory,
+        case.adapters,
+        tmp_path_factory.mktemp("engine"),
+        figures=Figures(tokens_per_worker=8),
+        num_workers=2,
+        delta_backend="numpy",
+    ) as engine:
         yield engine
         pids = [process.pid for process in engine.processes]
     assert are_gone(pids)

@@ -154,9 +154,7 @@ def test_a_layer_that_is_late_costs_a_retry_and_not_the_request(
 
 
 @pytest.mark.parametrize("is_unloaded", [False, True])
-def test_nobody_waits_any_more_while_it_is_read(
-    files: Files, case: ParityCase, is_unloaded: bool
-) -> None:
+def test_nobody_waits_any_more_while_it_is_read(files: Files, case: ParityCase, is_unloaded: bool) -> None:
     engine = files.engine
     files.gate.close()
     files.gate.let(TENSORS_OF_A_LAYER)

@@ -24,9 +24,13 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
     adapters = {name: case.adapters[name] for name in NAMES}
     before = held()
     with ColdEngine(
-        case.directory, adapters, tmp_path_factory.mktemp("engine"), delta_backend="numpy",
-        memory_gib=MEMORY_BYTES / 2**30, max_model_len=48,
-    ) as engine:  # fmt: skip
+        case.directory,
+        adapters,
+        tmp_path_factory.mktemp("engine"),
+        delta_backend="numpy",
+        memory_gib=MEMORY_BYTES / 2**30,
+        max_model_len=48,
+    ) as engine:
         yield engine
         engine.ask("rs", prompts(1)[0])
         engine.step()  # and is closed with the load under way

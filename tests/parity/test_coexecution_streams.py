@@ -79,9 +79,7 @@ def ask_all(engine: ColdEngine, seed: int) -> None:
 
 
 @pytest.mark.parametrize("split_layer", [0, 2, NUM_LAYERS])
-def test_targets_that_an_adapter_lacks(
-    engine: ColdEngine, case: ParityCase, split_layer: int
-) -> None:
+def test_targets_that_an_adapter_lacks(engine: ColdEngine, case: ParityCase, split_layer: int) -> None:
     with engine.chunks(split_at(split_layer, 20)):
         ask_all(engine, seed=30)
         answers = engine.run()

@@ -21,9 +21,13 @@ def test_every_back_end_and_more_workers_than_cores(
 ) -> None:
     """Slices of 8 tokens, so that rows are cut over workers and workers have several rows."""
     with ColdEngine(
-        case.directory, case.adapters, tmp_path_factory.mktemp("engine"),
-        figures=Figures(tokens_per_worker=8), num_workers=num_workers, delta_backend=delta_backend,
-    ) as engine:  # fmt: skip
+        case.directory,
+        case.adapters,
+        tmp_path_factory.mktemp("engine"),
+        figures=Figures(tokens_per_worker=8),
+        num_workers=num_workers,
+        delta_backend=delta_backend,
+    ) as engine:
         assert len(engine.processes) == 1 + num_workers
         with engine.held_loads(), engine.chunks(split_at(NUM_LAYERS)):
             for name, prompt in zip(NAMES, prompts(len(NAMES), seed=6), strict=True):

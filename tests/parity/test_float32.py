@@ -45,9 +45,7 @@ def make_requests(
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
-SAMPLED = SamplingParams(
-    n=2, temperature=1.0, seed=5, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True
-)
+SAMPLED = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=8, logprobs=MAX_LOGPROBS, ignore_eos=True)
 
 
 def start(case: ParityCase, device: str = "cpu", **options: Any) -> Engine:
@@ -85,9 +83,7 @@ def test_mixed_batches_in_small_chunks_and_behind_prefixes(case: ParityCase, whe
     check_exact(case, answers)
 
 
-@pytest.mark.parametrize(
-    "case", mostly("llama3-rope", "gemma2", "phi3-longrope", "mixtral"), indirect=True
-)
+@pytest.mark.parametrize("case", mostly("llama3-rope", "gemma2", "phi3-longrope", "mixtral"), indirect=True)
 def test_preempted_requests(case: ParityCase) -> None:
     """A pool too small for all: requests are preempted, recomputed, and answer the same.
 
@@ -101,9 +97,7 @@ def test_preempted_requests(case: ParityCase) -> None:
     assert stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize(
-    "case", mostly("llama3-rope", "phi3", "gpt-neox", "mixtral"), indirect=True
-)
+@pytest.mark.parametrize("case", mostly("llama3-rope", "phi3", "gpt-neox", "mixtral"), indirect=True)
 def test_adapters_that_do_not_fit_together(case: ParityCase) -> None:
     """Adapters are evicted for others, loaded again, and answer the same."""
     requests = make_requests(case, seed=3, count=10, max_prompt_tokens=12)

@@ -54,9 +54,7 @@ def test_float32(architecture: str, options: dict[str, Any], tmp_path: Path) -> 
 def test_half_types(dtype: str, architecture: str, options: dict[str, Any], tmp_path: Path) -> None:
     """A checkpoint in float16 or float32 is served in bfloat16, unless configured otherwise."""
     case = ParityCase(architecture, tmp_path)
-    model = store_in_four_bits(
-        case.directory, tmp_path / "four-bit", dtype=torch.float32, **options
-    )
+    model = store_in_four_bits(case.directory, tmp_path / "four-bit", dtype=torch.float32, **options)
     half = torch.float16 if dtype == "float16" else torch.bfloat16
     check_half(case, answers(case, model, dtype=dtype, max_num_batched_tokens=16), half)
 

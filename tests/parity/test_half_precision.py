@@ -23,14 +23,9 @@ PLAIN = {
     "fused_kernels": "off",
 }
 # What the sizes here leave to KV blocks is meant for the CPU, which shares it with adapters.
-ON_DEVICE: dict[str, dict[str, Any]] = {
-    "cpu": {},
-    "cuda": {"device": "cuda", "memory_gib": 0.05},
-}
+ON_DEVICE: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"device": "cuda", "memory_gib": 0.05}}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=MAX_LOGPROBS, ignore_eos=True)
-SAMPLED = SamplingParams(
-    n=2, temperature=1.0, seed=5, max_tokens=12, logprobs=MAX_LOGPROBS, ignore_eos=True
-)
+SAMPLED = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=12, logprobs=MAX_LOGPROBS, ignore_eos=True)
 
 
 def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **options: Any) -> None:
@@ -62,27 +57,21 @@ def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **option
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize(
-    "architecture",
-    [*mostly("llama3-rope", "gemma3", "phi3", "cohere", "gpt-neox", "mixtral"), "gpt2"],
+    "architecture", [*mostly("llama3-rope", "gemma3", "phi3", "cohere", "gpt-neox", "mixtral"), "gpt2"]
 )
 def test_error_is_that_of_bfloat16(architecture: str, where: str, tmp_path: Path) -> None:
     check(architecture, torch.bfloat16, 3, tmp_path, **ON_DEVICE[where])
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize(
-    "architecture", ["gemma2", pytest.param("llama3-rope", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("architecture", ["gemma2", pytest.param("llama3-rope", marks=pytest.mark.full)])
 def test_error_is_that_of_float16(architecture: str, where: str, tmp_path: Path) -> None:
     check(architecture, torch.float16, 3, tmp_path, **ON_DEVICE[where])
 
 
 @pytest.mark.parametrize(
     "architecture",
-    [
-        "gemma2",
-        *(pytest.param(o, marks=pytest.mark.full) for o in ("llama3-rope", "phi3", "mixtral")),
-    ],
+    ["gemma2", *(pytest.param(o, marks=pytest.mark.full) for o in ("llama3-rope", "phi3", "mixtral"))],
 )
 def test_error_is_that_of_the_type_with_torch_alone(architecture: str, tmp_path: Path) -> None:
     check(architecture, torch.bfloat16, 3, tmp_path, **PLAIN)
@@ -98,7 +87,5 @@ def test_error_over_weights_of_8_bits(architecture: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("seed", [4, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_error_with_other_weights(
-    architecture: str, dtype: torch.dtype, seed: int, tmp_path: Path
-) -> None:
+def test_error_with_other_weights(architecture: str, dtype: torch.dtype, seed: int, tmp_path: Path) -> None:
     check(architecture, dtype, seed, tmp_path)

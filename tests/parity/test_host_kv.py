@@ -32,21 +32,24 @@ def make_engine(
 ) -> ColdEngine:
     """The link is configured as fast, otherwise nothing would be copied back."""
     return ColdEngine(
-        case.directory, {name: case.adapters[name] for name in ADAPTERS if name}, directory,
-        delta_backend="numpy", load_strategy="async_load", memory_policy="lru",
-        dtype=str(dtype).removeprefix("torch."), link_gib_per_s=link_gib_per_s,
-        memory_gib=NUM_BLOCKS * case.kv_block_bytes(4, dtype) * 2 / 2**30, prefix_cache="on",
+        case.directory,
+        {name: case.adapters[name] for name in ADAPTERS if name},
+        directory,
+        delta_backend="numpy",
+        load_strategy="async_load",
+        memory_policy="lru",
+        dtype=str(dtype).removeprefix("torch."),
+        link_gib_per_s=link_gib_per_s,
+        memory_gib=NUM_BLOCKS * case.kv_block_bytes(4, dtype) * 2 / 2**30,
+        prefix_cache="on",
         host_kv_bytes="4MiB",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(
-    params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)],
-    ids=["float32", "bfloat16"],
+    params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=["float32", "bfloat16"]
 )
-def engine(
-    request: pytest.FixtureRequest, case: ParityCase, tmp_path: Path
-) -> Iterator[ColdEngine]:
+def engine(request: pytest.FixtureRequest, case: ParityCase, tmp_path: Path) -> Iterator[ColdEngine]:
     with make_engine(case, tmp_path, request.param) as made:
         yield made
 
@@ -103,8 +106,7 @@ def test_sessions_side_by_side(case: ParityCase, engine: ColdEngine) -> None:
     prompts = prompts_of_sessions()
     for turn in range(3):
         asked = [
-            engine.ask(ADAPTERS[number % len(ADAPTERS)], prompt)
-            for number, prompt in enumerate(prompts)
+            engine.ask(ADAPTERS[number % len(ADAPTERS)], prompt) for number, prompt in enumerate(prompts)
         ]
         check_nearly(case, engine.run(), engine.parts.loaded.dtype)
         prompts = [

@@ -14,24 +14,34 @@ from safetensors.torch import load_file, save_file
 from support.bases import COMMON, TEXT_MODELS, auto_class
 from support.peft_adapters import WEIGHTS, edit_config, rename_tensors
 from support.tokenizers import save_word_tokenizer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 _VOCAB_SIZE = 96
 _TEXT = {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": _VOCAB_SIZE,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 12,
-    "max_position_embeddings": 256, "layer_types": ["sliding_attention", "full_attention"],
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-_VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-           "intermediate_size": 48, "image_size": 28, "patch_size": 14}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": _VOCAB_SIZE,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 12,
+    "max_position_embeddings": 256,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "image_size": 28,
+    "patch_size": 14,
+}
 _NAMES = ["q_proj", "k_proj", "v_proj"]
 _LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj)"
 _PROMPT = [5, 17, 40, 33, 81, 62, 9, 70, 12, 55, 28, 91, 3, 44, 66, 30]
@@ -51,9 +61,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of text and images."""
     directory = tmp_path_factory.mktemp("wrapper")
     config = AutoConfig.for_model(
-        "gemma3", text_config=_TEXT, vision_config=_VISION, mm_tokens_per_image=4,
-        image_token_index=90, boi_token_index=91, eoi_token_index=92,
-    )  # fmt: skip
+        "gemma3",
+        text_config=_TEXT,
+        vision_config=_VISION,
+        mm_tokens_per_image=4,
+        image_token_index=90,
+        boi_token_index=91,
+        eoi_token_index=92,
+    )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     fill(model, 0)
     model.save_pretrained(directory)
@@ -124,10 +139,7 @@ def test_a_list_of_names_that_the_tower_has_too(engine: Engine, base: Path, tmp_
 
 def test_all_linear_with_a_projector_in_full(engine: Engine, base: Path, tmp_path: Path) -> None:
     adapter = save(
-        base,
-        tmp_path / "all",
-        target_modules="all-linear",
-        modules_to_save=["multi_modal_projector"],
+        base, tmp_path / "all", target_modules="all-linear", modules_to_save=["multi_modal_projector"]
     )
     assert error_against_peft(engine, base, adapter) < 1e-4
     (phrase,) = left_out(engine, "all")
@@ -161,9 +173,7 @@ def test_copies_of_the_base(engine: Engine, base: Path, tmp_path: Path) -> None:
     assert "  as base   base_model.model.lm_head.weight" in run_check(adapter, str(base)).lines()
 
 
-def test_an_embedding_that_is_not_that_of_the_base(
-    engine: Engine, base: Path, tmp_path: Path
-) -> None:
+def test_an_embedding_that_is_not_that_of_the_base(engine: Engine, base: Path, tmp_path: Path) -> None:
     adapter = save(base, tmp_path / "other", target_modules=_LANGUAGE)
     add_copies(base, adapter, change=0.05)
     edit_config(adapter, modules_to_save=["embed_tokens", "lm_head"])
@@ -199,9 +209,7 @@ def test_projections_of_layers_that_share_keys_and_values(model_type: str, tmp_p
     assert phrase.startswith("4 tensors of model.layers.3.self_attn.k_proj, ")
 
 
-def test_a_prefix_of_compilation_and_data_parallelism(
-    engine: Engine, base: Path, tmp_path: Path
-) -> None:
+def test_a_prefix_of_compilation_and_data_parallelism(engine: Engine, base: Path, tmp_path: Path) -> None:
     adapter = save(base, tmp_path / "renamed", target_modules=_LANGUAGE)
     error = error_against_peft(engine, base, adapter)
     original = tmp_path / "original"

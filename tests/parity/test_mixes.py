@@ -22,9 +22,7 @@ SPECS = (
     AdapterSpec("lora", {"r": 4, "lora_alpha": 6}),
     AdapterSpec("rs", {"r": 9, "lora_alpha": 4, "use_rslora": True}),
     AdapterSpec("one", {"r": 3, "lora_alpha": 1, "layers_to_transform": [1]}),
-    AdapterSpec(
-        "patterns", {"r": 8, "rank_pattern": {"o_proj": 3}, "alpha_pattern": {"o_proj": 5}}
-    ),
+    AdapterSpec("patterns", {"r": 8, "rank_pattern": {"o_proj": 3}, "alpha_pattern": {"o_proj": 5}}),
 )
 VOCABULARY = (
     AdapterSpec("tokens", {"r": 7, "target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
@@ -56,9 +54,7 @@ def start(case: ParityCase, **options: Any) -> Engine:
 
 def random_prompts(count: int, most: int = 40) -> list[list[int]]:
     rng = random.Random(7)
-    return [
-        [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(5, most))] for _ in range(count)
-    ]
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(5, most))] for _ in range(count)]
 
 
 def name_of(lora: LoRAMix | str | None) -> str | None:
@@ -119,9 +115,7 @@ def test_preempted_requests_and_mixes_that_are_loaded_again(
     room_bytes += num_blocks * case.kv_block_bytes(4, torch.float32)
     kinds: list[LoRAMix | str] = ["lora", *[case.add_mix(parts) for parts in MIXES]]
     asked, loras = random_prompts(3 * len(kinds), most=6), kinds * 3
-    with start(
-        case, max_model_len=32, max_num_batched_tokens=64, memory_gib=room_bytes / 2**30
-    ) as engine:
+    with start(case, max_model_len=32, max_num_batched_tokens=64, memory_gib=room_bytes / 2**30) as engine:
         params = replace(GREEDY, max_tokens=24)
         outputs = engine.generate(asked, params, loras, predicted_output_tokens=1)
         stats = engine.get_stats()

@@ -30,9 +30,7 @@ MAX_OVER_PEFT = 1.1  # mean error in bfloat16
 BLOCK_SIZE = 4
 PROMPT_TOKENS = 22
 NUM_OUTPUT_TOKENS = 7
-GREEDY = SamplingParams(
-    temperature=0, max_tokens=NUM_OUTPUT_TOKENS, logprobs=MAX_LOGPROBS, ignore_eos=True
-)
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT_TOKENS, logprobs=MAX_LOGPROBS, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "block_size": BLOCK_SIZE,
@@ -157,11 +155,7 @@ def test_those_that_were_preempted_go_on_behind_what_they_had(llama: ParityCase)
     options = {**OPTIONS, "memory_gib": memory_bytes / 2**30, "growth_headroom": 0.0}
     prompts = [prompt_of(20 + number, 10) for number in range(8)]
     with Engine(
-        model=str(llama.directory),
-        device="cpu",
-        max_model_len=40,
-        scheduling_policy="fcfs",
-        **options,
+        model=str(llama.directory), device="cpu", max_model_len=40, scheduling_policy="fcfs", **options
     ) as engine:
         outputs = engine.generate(prompts, params, predicted_output_tokens=1)
         assert engine.get_stats().num_preemptions > 2
@@ -181,14 +175,10 @@ def test_turns_in_bfloat16_are_as_near_as_peft(llama: ParityCase) -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])
-def test_seeded_samples_do_not_depend_on_what_was_found(
-    llama: ParityCase, prefix_cache: str
-) -> None:
+def test_seeded_samples_do_not_depend_on_what_was_found(llama: ParityCase, prefix_cache: str) -> None:
     params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)
     prompt = prompt_of(5)
-    with Engine(
-        model=str(llama.directory), device="cpu", prefix_cache=prefix_cache, **OPTIONS
-    ) as engine:
+    with Engine(model=str(llama.directory), device="cpu", prefix_cache=prefix_cache, **OPTIONS) as engine:
         first, second = (engine.generate([prompt], params)[0] for _ in range(2))
     assert [c.token_ids for c in first.outputs] == [c.token_ids for c in second.outputs]
     assert (min(num_found([second])) > 0) == (prefix_cache == "on")
@@ -206,9 +196,13 @@ def test_a_cold_request_begins_behind_a_prefix(deep: ParityCase, tmp_path: Path)
     """
     name = NAMES[0]
     with ColdEngine(
-        deep.directory, {name: deep.adapters[name]}, tmp_path, delta_backend="numpy",
-        prefix_cache="on", memory_policy="static-split",
-    ) as engine:  # fmt: skip
+        deep.directory,
+        {name: deep.adapters[name]},
+        tmp_path,
+        delta_backend="numpy",
+        prefix_cache="on",
+        memory_policy="static-split",
+    ) as engine:
         prompt = prompts(1, seed=31, num_tokens=18)[0]
         first = engine.ask(name, prompt)
         check(deep, engine.run())

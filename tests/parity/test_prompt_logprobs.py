@@ -58,9 +58,7 @@ def loras(case: ParityCase, names: Sequence[str | None]) -> list[LoRARequest | N
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_scores_in_batches_and_chunks_and_behind_known_prefixes(
-    case: ParityCase, where: str
-) -> None:
+def test_scores_in_batches_and_chunks_and_behind_known_prefixes(case: ParityCase, where: str) -> None:
     names = [None, *case.adapters]
     names = [names[number % len(names)] for number in range(len(LENGTHS))]
     prompts = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
@@ -84,9 +82,15 @@ def test_scores_survive_preemptions(case: ParityCase) -> None:
     prompts = [prompt_of(seed, 40) for seed in range(8)]
     room = 2.5 * case.kv_block_bytes(4, torch.float32) * 80 / 4 / 2**30
     with Engine(
-        model=str(case.directory), device="cpu", dtype="float32", block_size=4,
-        max_num_batched_tokens=16, memory_gib=room, max_model_len=80, growth_headroom=0.0,
-    ) as engine:  # fmt: skip
+        model=str(case.directory),
+        device="cpu",
+        dtype="float32",
+        block_size=4,
+        max_num_batched_tokens=16,
+        memory_gib=room,
+        max_model_len=80,
+        growth_headroom=0.0,
+    ) as engine:
         outputs = engine.generate(prompts, params, predicted_output_tokens=1)
     for output in outputs:
         check(case, output, None)

@@ -33,9 +33,14 @@ def test_prefixes_that_are_found_again(tmp_path: Path) -> None:
     case = ParityCase("llama3-rope", tmp_path, quantization="int8")
     names = [None, *case.adapters]
     with Engine(
-        model=str(case.directory), device="cpu", dtype="bfloat16", quantization="int8",
-        block_size=4, max_num_batched_tokens=16, memory_gib=0.05,
-    ) as engine:  # fmt: skip
+        model=str(case.directory),
+        device="cpu",
+        dtype="bfloat16",
+        quantization="int8",
+        block_size=4,
+        max_num_batched_tokens=16,
+        memory_gib=0.05,
+    ) as engine:
         answers = ask_turns(engine, case, names, prompts(len(names), seed=7), GREEDY)
     check_half(case, answers)
 
@@ -67,9 +72,14 @@ def test_float32_is_what_is_left_of_the_weights(quantization: str, tmp_path: Pat
     case = ParityCase("llama3-rope", tmp_path, quantization=quantization)
     names = [None, *case.adapters]
     with Engine(
-        model=str(case.directory), device="cpu", dtype="float32", quantization=quantization,
-        lm_head_quantization=quantization, max_num_batched_tokens=16, memory_gib=0.05,
-    ) as engine:  # fmt: skip
+        model=str(case.directory),
+        device="cpu",
+        dtype="float32",
+        quantization=quantization,
+        lm_head_quantization=quantization,
+        max_num_batched_tokens=16,
+        memory_gib=0.05,
+    ) as engine:
         outputs = engine.generate(prompts(len(names), seed=5), GREEDY, case.loras(names))
     check_exact(case, list(zip(names, outputs, strict=True)))
 
@@ -80,9 +90,7 @@ def test_float32_is_what_is_left_of_the_weights(quantization: str, tmp_path: Pat
         "int4",
         pytest.param(
             "w8a8",
-            marks=pytest.mark.skipif(
-                not has_integer_dot(), reason="this machine adds no products of bytes"
-            ),
+            marks=pytest.mark.skipif(not has_integer_dot(), reason="this machine adds no products of bytes"),
         ),
     ],
 )
@@ -90,9 +98,13 @@ def test_rounded_inputs_cost_little_more_than_the_weights(kind: str, tmp_path: P
     full = ParityCase("llama3-rope", tmp_path / "full")
     fewer = ParityCase("llama3-rope", tmp_path / "fewer", quantization=kind)
     with Engine(
-        model=str(full.directory), device="cpu", dtype="bfloat16", quantization=kind,
-        lm_head_quantization="int4" if kind == "int4" else "int8", memory_gib=0.05,
-    ) as engine:  # fmt: skip
+        model=str(full.directory),
+        device="cpu",
+        dtype="bfloat16",
+        quantization=kind,
+        lm_head_quantization="int4" if kind == "int4" else "int8",
+        memory_gib=0.05,
+    ) as engine:
         outputs = engine.generate(prompts(8, seed=11), GREEDY)
     errors = HalfErrors(full, torch.float32, fewer)
     for output in outputs:

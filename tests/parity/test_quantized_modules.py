@@ -42,9 +42,7 @@ def fp8_modules(monkeypatch: pytest.MonkeyPatch) -> None:
         of_each = of_rows.repeat_interleave(columns, 1)[:out, :width]
         return torch.nn.functional.linear(x, weight.to(x.dtype) * of_each.to(x.dtype), bias)
 
-    monkeypatch.setattr(
-        assemble, "plan_quantization", lambda config, hf, _: plan(config, hf, on_cuda)
-    )
+    monkeypatch.setattr(assemble, "plan_quantization", lambda config, hf, _: plan(config, hf, on_cuda))
     monkeypatch.setitem(quantization_plan.MODULE_PACKAGES, "fp8", ())
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     monkeypatch.setattr(finegrained_fp8, "fp8_linear", product)
@@ -65,9 +63,13 @@ def test_float32(architecture: str, form: str, tmp_path: Path) -> None:
     model = store_in(form, case.directory, tmp_path / "stored")
     asked = prompts(len(SPECS) + 1, seed=5)
     with Engine(
-        model=str(model), device="cpu", dtype="float32", block_size=4, memory_gib=0.05,
+        model=str(model),
+        device="cpu",
+        dtype="float32",
+        block_size=4,
+        memory_gib=0.05,
         max_num_batched_tokens=16,
-    ) as engine:  # fmt: skip
+    ) as engine:
         info = engine.get_model_info()
         assert (info.backends["weights"], info.quantized_bytes > 0) == ("fp8", True)
         for turn in range(2):

@@ -9,14 +9,7 @@ import pytest
 import torch
 from corun import Engine, SamplingParams
 from support.cold_parity import check_cold_starts, make_case, prompts
-from support.parity import (
-    MAX_LOGPROBS,
-    HalfErrors,
-    ParityCase,
-    ask_turns,
-    check_exact,
-    check_half,
-)
+from support.parity import MAX_LOGPROBS, HalfErrors, ParityCase, ask_turns, check_exact, check_half
 from support.stored_formats import store_in
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -47,9 +40,13 @@ def test_float32(architecture: str, form: str, tmp_path: Path) -> None:
     model = store_in(form, case.directory, tmp_path / "stored")
     names = [None, *case.adapters]
     with Engine(
-        model=str(model), device="cpu", dtype="float32", block_size=4, memory_gib=0.05,
+        model=str(model),
+        device="cpu",
+        dtype="float32",
+        block_size=4,
+        memory_gib=0.05,
         max_num_batched_tokens=16,
-    ) as engine:  # fmt: skip
+    ) as engine:
         answers = ask_turns(engine, case, names, prompts(len(names), seed=5), GREEDY)
     check_exact(case, answers)
 

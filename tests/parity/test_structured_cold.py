@@ -41,14 +41,16 @@ def test_cold_rows_follow_their_grammars(tmp_path: Path, memory_bytes: int) -> N
     # Each twice: with forced tokens, and with all tokens drawn.
     questions = 2 * list(zip((*PAIR, PAIR[0]), prompts(3, seed=10, num_tokens=16), strict=True))
     with ColdEngine(
-        case.directory, adapters, tmp_path, delta_backend="numpy",
-        memory_gib=memory_bytes / 2**30, max_model_len=48,
-    ) as engine:  # fmt: skip
+        case.directory,
+        adapters,
+        tmp_path,
+        delta_backend="numpy",
+        memory_gib=memory_bytes / 2**30,
+        max_model_len=48,
+    ) as engine:
         with engine.held_loads(), engine.chunks(split_at(NUM_LAYERS, 9)):
             asked = [
-                engine.ask(
-                    name, prompt, max_tokens=12, structured_forced_tokens=number < 3, **params
-                )
+                engine.ask(name, prompt, max_tokens=12, structured_forced_tokens=number < 3, **params)
                 for number, (name, prompt) in enumerate(questions)
             ]
             engine.run_until(lambda: all(answer.finish_reason for answer in asked))
@@ -68,10 +70,18 @@ def test_rows_whose_blocks_come_back_from_the_host_follow_their_grammars(tmp_pat
     case = make_case(tmp_path / "deep")
     adapters = {PAIR[0]: case.adapters[PAIR[0]]}
     with ColdEngine(
-        case.directory, adapters, tmp_path, delta_backend="numpy", load_strategy="async_load",
-        memory_gib=MEMORY_BYTES / 2**30, max_model_len=48, prefix_cache="on",
-        host_kv_bytes="4MiB", link_gib_per_s=1.0, memory_policy="lru",
-    ) as engine:  # fmt: skip
+        case.directory,
+        adapters,
+        tmp_path,
+        delta_backend="numpy",
+        load_strategy="async_load",
+        memory_gib=MEMORY_BYTES / 2**30,
+        max_model_len=48,
+        prefix_cache="on",
+        host_kv_bytes="4MiB",
+        link_gib_per_s=1.0,
+        memory_policy="lru",
+    ) as engine:
         answers: list[Answer] = []
         for _ in range(3):
             answers += [

@@ -13,13 +13,7 @@ import pytest
 from corun import Engine, LoRARequest, SamplingParams
 from corun.runtime.errors import ConfigError, RequestError
 from support.architectures import WITH_THRESHOLDS
-from support.parity import (
-    ADAPTER_SPECS,
-    MAX_LOGPROBS,
-    VOCAB_SIZE,
-    ParityCase,
-    largest_error,
-)
+from support.parity import ADAPTER_SPECS, MAX_LOGPROBS, VOCAB_SIZE, ParityCase, largest_error
 from support.rounding import RoundingErrors, rounding_errors
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -29,12 +23,7 @@ NUM_SEEDS = 20
 NOISE_FACTOR = 1.5  # of the largest error that plain transformers makes in the same type
 MIN_SEPARATION = 2.0  # an error without the window is this many times the limit, or more
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=MAX_LOGPROBS, ignore_eos=True)
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "block_size": 4,
-    "memory_gib": 0.05,
-}
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "memory_gib": 0.05}
 # PEFT makes adapters of experts, which are not served, of names in a feed-forward.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = {"jetmoe": ("kv_proj",)}  # its other projections are experts
@@ -55,15 +44,11 @@ def test_in_chunks_and_from_kept_prefixes(case: ParityCase) -> None:
     """Prompts within and beyond, together, twice: the second time over the prefix cache."""
     rng = random.Random(4)
     names = [None, *case.adapters, None]
-    prompts = [
-        [rng.randrange(3, VOCAB_SIZE) for _ in range(num)] for num in (90, 35, 36, 37, 61, 5)
-    ]
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(num)] for num in (90, 35, 36, 37, 61, 5)]
     answer_twice(case, prompts, names, max_num_batched_tokens=23)
 
 
-def answer_twice(
-    case: ParityCase, prompts: list[list[int]], names: list[str | None], **options: Any
-) -> None:
+def answer_twice(case: ParityCase, prompts: list[list[int]], names: list[str | None], **options: Any) -> None:
     loras = [name and LoRARequest(name, 1, str(case.adapters[name])) for name in names]
     with Engine(model=str(case.directory), **OPTIONS, **options) as engine:
         for is_known in (False, True):
@@ -90,10 +75,7 @@ def test_up_to_where_llama4_counts_tokens_of_a_step(
     with caplog.at_level("WARNING"):
         answer_twice(llama4, prompts, names, max_num_batched_tokens=512)
     assert "is exact up to 35 tokens: at floor_scale = 36" in caplog.text
-    with (
-        Engine(model=str(llama4.directory), **OPTIONS) as engine,
-        pytest.raises(RequestError, match="35"),
-    ):
+    with Engine(model=str(llama4.directory), **OPTIONS) as engine, pytest.raises(RequestError, match="35"):
         engine.generate([prompts[0] + prompts[1]], GREEDY)
 
 
@@ -137,9 +119,7 @@ class MaskWindow:
     @functools.cached_property
     def half_errors(self) -> RoundingErrors:
         """Mean errors in bfloat16 at the tokens of the engine's answers."""
-        return rounding_errors(
-            self.case, self.answers("bfloat16"), without={"sliding_window": None}
-        )
+        return rounding_errors(self.case, self.answers("bfloat16"), without={"sliding_window": None})
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +135,7 @@ def test_a_window_of_the_mask_alone(seed: int, windows: Callable[[int], MaskWind
 
 
 @pytest.mark.parametrize("seed", [0, 1, *FULL])
-def test_a_window_of_the_mask_alone_in_16_bits(
-    seed: int, windows: Callable[[int], MaskWindow]
-) -> None:
+def test_a_window_of_the_mask_alone_in_16_bits(seed: int, windows: Callable[[int], MaskWindow]) -> None:
     """The error is one that rounding makes in plain transformers, and not that of a lost window."""
     errors = windows(seed).half_errors
     limit = NOISE_FACTOR * max(errors.control)

@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 from corun.profiles.find import Fitness, default_path, find_or_measure, judge, state_directory
-from corun.profiles.profile import (
-    Profile,
-    ProfileError,
-    Quality,
-    Subject,
-    load_profile,
-    save_profile,
-)
+from corun.profiles.profile import Profile, ProfileError, Quality, Subject, load_profile, save_profile
 from support.profiles import PROFILE, SUBJECT
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
@@ -69,11 +62,7 @@ def test_versions_and_age_make_it_stale() -> None:
     subject = replace(SUBJECT, torch_version="2.14.0", corun_version="0.2.0")
     found = judge(PROFILE, subject, NOW + timedelta(days=100))
     assert found == Fitness(
-        stale=(
-            "torch: 2.13.0 then, 2.14.0 now",
-            "corun: 0.1.0 then, 0.2.0 now",
-            "it is 100 days old",
-        )
+        stale=("torch: 2.13.0 then, 2.14.0 now", "corun: 0.1.0 then, 0.2.0 now", "it is 100 days old")
     )
 
 

@@ -54,9 +54,7 @@ def test_who_is_forgotten_leaves_nothing_behind() -> None:
 
 
 _TRANSFERS = st.lists(
-    st.tuples(
-        st.integers(0, 20), st.lists(st.integers(1, 8), min_size=1, max_size=3), st.booleans()
-    ),
+    st.tuples(st.integers(0, 20), st.lists(st.integers(1, 8), min_size=1, max_size=3), st.booleans()),
     min_size=1,
     max_size=6,
 )
@@ -76,12 +74,8 @@ def test_shares_are_those_of_a_fluid(transfers: list[tuple[int, list[int], bool]
             assert abs(one - float(other)) < 1e-9
 
 
-def _fluid(
-    transfers: list[tuple[int, list[int], bool]], bytes_per_s: Fraction
-) -> dict[int, list[Fraction]]:
-    left = {
-        index: [Fraction(part) for part in parts] for index, (_, parts, _) in enumerate(transfers)
-    }
+def _fluid(transfers: list[tuple[int, list[int], bool]], bytes_per_s: Fraction) -> dict[int, list[Fraction]]:
+    left = {index: [Fraction(part) for part in parts] for index, (_, parts, _) in enumerate(transfers)}
     ends: dict[int, list[Fraction]] = {index: [] for index in left}
     now = Fraction(0)
     while any(left.values()):

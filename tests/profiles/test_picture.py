@@ -17,9 +17,7 @@ def test_a_png_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest.Mo
     assert "matplotlib.pyplot" not in sys.modules  # it has state of the whole process
 
 
-def test_without_matplotlib_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ProfileError, match=r"pip install 'corun\[profile\]'"):
         draw_profile(PROFILE, tmp_path / "profile.png")

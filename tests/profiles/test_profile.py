@@ -5,14 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corun.profiles.profile import (
-    ProfileError,
-    Quality,
-    check_fits,
-    differences,
-    load_profile,
-    save_profile,
-)
+from corun.profiles.profile import ProfileError, Quality, check_fits, differences, load_profile, save_profile
 from support.profiles import PROFILE, SUBJECT, with_r_squared
 
 
@@ -67,9 +60,13 @@ def test_differences_say_what_has_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("step_fit", "whole steps"), ("decode_fit", "adapters in decode"),
-                        ("prefill_fit", "adapters in prefill")],
-)  # fmt: skip
+    ("name", "words"),
+    [
+        ("step_fit", "whole steps"),
+        ("decode_fit", "adapters in decode"),
+        ("prefill_fit", "adapters in prefill"),
+    ],
+)
 def test_one_that_predicts_nothing_is_not_read(tmp_path: Path, name: str, words: str) -> None:
     path = tmp_path / "guess.json"
     for r_squared, error, shown in ((0.49, None, ""), (-12.0, 0.26, " with errors of 26%")):

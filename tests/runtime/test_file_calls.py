@@ -71,9 +71,7 @@ def test_one_thread_makes_calls_that_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize(("path", "is_own"), [("/a", True), ("/a/b", True), ("/b", False)])
-def test_a_call_inside_another_one_for_its_path_needs_no_second_thread(
-    path: str, is_own: bool
-) -> None:
+def test_a_call_inside_another_one_for_its_path_needs_no_second_thread(path: str, is_own: bool) -> None:
     files = FileCalls()
     outer, inner = files.call(
         lambda _: (threading.get_ident(), files.call(lambda _: threading.get_ident(), path)), "/a"
@@ -197,9 +195,7 @@ def test_an_event_loop_goes_on_meanwhile(dead: Mount) -> None:
     files = FileCalls(_SOON_S)
 
     async def run() -> None:
-        waiting = [
-            asyncio.ensure_future(files.answer(dead.read, f"/mnt/{number}")) for number in range(10)
-        ]
+        waiting = [asyncio.ensure_future(files.answer(dead.read, f"/mnt/{number}")) for number in range(10)]
         assert await files.answer(lambda _: "other", "/a") == "other"
         assert await asyncio.to_thread(lambda: "the default pool is free")
         files.timeout_s = _SHORT_S

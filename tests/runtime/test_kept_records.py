@@ -28,9 +28,7 @@ def test_something_else_is_no_record(tmp_path: Path, content: bytes) -> None:
     assert read_record(path, Answer) is None
 
 
-def test_what_cannot_be_written_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     write_record(tmp_path / "file" / "answer.json", Answer(1), "it is asked again")
     assert "it is asked again" in caplog.text

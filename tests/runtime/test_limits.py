@@ -95,8 +95,6 @@ def test_texts_that_wait_to_be_tokenized() -> None:
 
 def test_tokens_of_one_request() -> None:
     check_num_output_tokens(2, 3, 4, max_request_tokens=24)
-    with pytest.raises(
-        RequestError, match=r"24 tokens, at most 23 .*--max-request-tokens"
-    ) as caught:
+    with pytest.raises(RequestError, match=r"24 tokens, at most 23 .*--max-request-tokens") as caught:
         check_num_output_tokens(2, 3, 4, max_request_tokens=23)
     assert caught.value.param == "max_tokens"

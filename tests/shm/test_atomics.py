@@ -57,9 +57,7 @@ def test_a_spin_ends_when_the_word_comes_or_time_is_up(target: int, segment: Seg
     store_release(segment.address, wrap(target - 1))
     assert not spin_until(segment.address, target, 1_000_000)
     found: list[bool] = []
-    thread = threading.Thread(
-        target=lambda: found.append(spin_until(segment.address, target, _LONG_NS))
-    )
+    thread = threading.Thread(target=lambda: found.append(spin_until(segment.address, target, _LONG_NS)))
     thread.start()
     time.sleep(0.01)
     store_release(segment.address, wrap(target + 5))

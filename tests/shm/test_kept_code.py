@@ -19,9 +19,7 @@ print(atomics.monotonic_ns() > 0, why_code_is_not_kept())
 
 def asked(cache: Path) -> str:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment
-    )
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -27,20 +27,12 @@ def test_the_page_of_fields_has_exactly_these_tables(repository: Path) -> None:
     page = (repository / "shm/FIELDS.md").read_text()
     tables = [
         "\n".join(lines)
-        for is_table, lines in itertools.groupby(
-            page.splitlines(), lambda line: line.startswith("|")
-        )
+        for is_table, lines in itertools.groupby(page.splitlines(), lambda line: line.startswith("|"))
         if is_table
     ]
     expected = [
         _markdown(_TABLES[name])
-        for name in (
-            "CONTROL_FIELDS",
-            "MAILBOX_FIELDS",
-            "JOB_FIELDS",
-            "RESULT_FIELDS",
-            "RINGS_FIELDS",
-        )
+        for name in ("CONTROL_FIELDS", "MAILBOX_FIELDS", "JOB_FIELDS", "RESULT_FIELDS", "RINGS_FIELDS")
     ]
     assert tables == expected
     assert len(_TABLES) == len(expected)

@@ -139,9 +139,7 @@ def test_slots_that_hold_something_else_are_noticed(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("status", [s for s in WorkerStatus if s != WorkerStatus.RUNNING])
-def test_no_generation_is_given_for_a_worker_that_does_not_run(
-    ends: Ends, status: WorkerStatus
-) -> None:
+def test_no_generation_is_given_for_a_worker_that_does_not_run(ends: Ends, status: WorkerStatus) -> None:
     assert ends.producer.generation() == 1
     ends.supervisor.announce(WorkerState(1, status))
     with pytest.raises(WorkerUnavailableError, match=status.name.lower()):
@@ -199,9 +197,7 @@ def test_a_sleeping_worker_wakes_for_a_job_and_for_its_end(ends: Ends) -> None:
     sleeps = ends.producer.mailbox.word("worker_sleeps")
     for is_over in (False, True):
         thread = threading.Thread(
-            target=lambda: found.append(
-                ends.worker.next_job(spin_ns=0, park_ns=int(DEADLINE_S * 1e9))
-            )
+            target=lambda: found.append(ends.worker.next_job(spin_ns=0, park_ns=int(DEADLINE_S * 1e9)))
         )
         thread.start()
         while not load_acquire(sleeps):
@@ -227,9 +223,7 @@ def test_a_sleeping_producer_is_woken_by_worker_and_supervisor(ends: Ends, is_de
     found: list[bool] = []
     thread = threading.Thread(
         target=lambda: found.append(
-            wait_once(
-                end.done_address, job.sequence, 0, int(DEADLINE_S * 1e9), end.waiter_sleeps_address
-            )
+            wait_once(end.done_address, job.sequence, 0, int(DEADLINE_S * 1e9), end.waiter_sleeps_address)
         )
     )
     thread.start()
@@ -250,9 +244,7 @@ def test_a_worker_that_waits_for_x_sees_a_changed_state(ends: Ends) -> None:
     ends.producer.publish(job)
     assert ends.take() == job
     found: list[bool] = []
-    thread = threading.Thread(
-        target=lambda: found.append(ends.worker.wait_x(job, timeout_s=DEADLINE_S))
-    )
+    thread = threading.Thread(target=lambda: found.append(ends.worker.wait_x(job, timeout_s=DEADLINE_S)))
     thread.start()
     ends.supervisor.announce(WorkerState(1, WorkerStatus.STOPPING))
     thread.join(DEADLINE_S)

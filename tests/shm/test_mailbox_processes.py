@@ -100,9 +100,7 @@ class Pair:
         """Publish a job with x of its own, and signal its x as an accelerator does."""
         job = make_job(self.producer, self.rings, generation)
         self.producer.publish(job)
-        self.x(job)[:] = np.arange(NUM_TOKENS * NUM_COLUMNS).reshape(NUM_TOKENS, -1) + (
-            job.sequence & 0x7FFF
-        )
+        self.x(job)[:] = np.arange(NUM_TOKENS * NUM_COLUMNS).reshape(NUM_TOKENS, -1) + (job.sequence & 0x7FFF)
         if signal_ready:
             store_release(self.producer.ready_address, job.sequence)
         return job
@@ -151,13 +149,9 @@ def test_sums_of_many_jobs_agree(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pair", "end"),
-    [(2**31 - 3, signal.SIGKILL), (2**32 - 3, signal.SIGSTOP)],
-    indirect=["pair"],
+    ("pair", "end"), [(2**31 - 3, signal.SIGKILL), (2**32 - 3, signal.SIGSTOP)], indirect=["pair"]
 )
-def test_a_worker_that_ends_in_the_midst_of_a_job_is_replaced(
-    pair: Pair, end: signal.Signals
-) -> None:
+def test_a_worker_that_ends_in_the_midst_of_a_job_is_replaced(pair: Pair, end: signal.Signals) -> None:
     hang_at = pair.producer.next_sequence + 1
     with pair.worker(1, hang_at) as worker:
         assert line_of(worker) == "ready"
@@ -167,9 +161,7 @@ def test_a_worker_that_ends_in_the_midst_of_a_job_is_replaced(
         assert pair.supervisor.activity().job == jobs[1]
         worker.send_signal(end)
         with pytest.raises(PeerDeadError):
-            pair.producer.wait_done(
-                jobs[1].sequence, timeout_s=DEADLINE_S, is_peer_alive=lambda: False
-            )
+            pair.producer.wait_done(jobs[1].sequence, timeout_s=DEADLINE_S, is_peer_alive=lambda: False)
         worker.kill()
         worker.wait(DEADLINE_S)
     with pair.worker(2) as replacement:
@@ -185,9 +177,7 @@ def test_a_worker_that_ends_in_the_midst_of_a_job_is_replaced(
         results = [pair.producer.take_result() for _ in range(5)]
     assert [result.sequence for result in results] == [job.sequence for job in [*jobs, late, mine]]
     failed = JobStatus.FAILED
-    assert [result.status for result in results] == [
-        JobStatus.DONE, failed, failed, failed, JobStatus.DONE
-    ]  # fmt: skip
+    assert [result.status for result in results] == [JobStatus.DONE, failed, failed, failed, JobStatus.DONE]
 
 
 def test_a_producer_that_sleeps_is_woken_for_a_dead_worker(pair: Pair) -> None:

@@ -32,9 +32,7 @@ def test_factors_have_places_of_their_own(ranks: list[int]) -> None:
     sizes = [replace(size, factor_bytes=8 * 41 * bool(size.rank)) for size in _targets(*ranks)]
     region = regions.plan_region(40, 2, sizes)
     assert regions.read_header(_written(region)) == region
-    for size, place, following in zip(
-        sizes, region.targets, (*region.targets[1:], None), strict=True
-    ):
+    for size, place, following in zip(sizes, region.targets, (*region.targets[1:], None), strict=True):
         assert bool(place.factor_offset) == bool(size.rank)
         if size.rank:
             assert place.factor_offset % regions.ALIGNMENT_BYTES == 0

@@ -16,11 +16,7 @@ from hypothesis import strategies as st
 
 
 @given(
-    st.integers(1, 3),
-    st.sampled_from([2, 4, 8]),
-    st.integers(1, 40),
-    st.integers(1, 70),
-    st.integers(1, 70),
+    st.integers(1, 3), st.sampled_from([2, 4, 8]), st.integers(1, 40), st.integers(1, 70), st.integers(1, 70)
 )
 def test_slots_hold_the_largest_slice_and_do_not_overlap(
     num_workers: int, num_slots: int, tokens: int, width: int, columns: int

@@ -72,9 +72,7 @@ def test_more_than_there_is_names_needed_and_available_bytes() -> None:
         assert str(error.available_bytes) in str(error)
 
 
-def test_a_full_file_system_names_needed_and_available_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_file_system_names_needed_and_available_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
@@ -141,23 +139,14 @@ def test_auto_takes_memfd_without_posix_ipc(
         ({"memory.max": "max", "memory.current": "5"}, 4 << 20),
         ({"memory.max": "3000", "memory.current": "2000"}, 1000),
         (
-            {
-                "memory.max": "3000",
-                "memory.current": "2000",
-                "memory.stat": "anon 1\ninactive_file 500\n",
-            },
+            {"memory.max": "3000", "memory.current": "2000", "memory.stat": "anon 1\ninactive_file 500\n"},
             1500,
         ),
         ({"memory.max": "1000", "memory.current": "2000"}, 0),
-        (
-            {"memory/memory.limit_in_bytes": "3000", "memory/memory.usage_in_bytes": "2500"},
-            500,
-        ),
+        ({"memory/memory.limit_in_bytes": "3000", "memory/memory.usage_in_bytes": "2500"}, 500),
     ],
 )
-def test_available_memory_respects_a_container(
-    tmp_path: Path, limits: dict[str, str], expected: int
-) -> None:
+def test_available_memory_respects_a_container(tmp_path: Path, limits: dict[str, str], expected: int) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9999 kB\nMemAvailable:    4096 kB\n")
     for name, text in limits.items():

@@ -11,8 +11,7 @@ _words = st.integers(-(2**31), 2**31 - 1) | st.sampled_from(_EDGES)
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
-    [(0, 0), (2**31, -(2**31)), (2**32, 0), (2**32 - 1, -1), (-(2**31) - 1, 2**31 - 1)],
+    ("value", "expected"), [(0, 0), (2**31, -(2**31)), (2**32, 0), (2**32 - 1, -1), (-(2**31) - 1, 2**31 - 1)]
 )
 def test_wrap_keeps_32_bits(value: int, expected: int) -> None:
     assert wrap(value) == expected

@@ -31,9 +31,7 @@ def _is_right(explored: Exploration) -> bool:
 
 @DRAWN
 @given(small_programs())
-def test_a_program_is_right_if_all_conflicts_are_in_one_order(
-    calls: list[tuple[str, int, int]],
-) -> None:
+def test_a_program_is_right_if_all_conflicts_are_in_one_order(calls: list[tuple[str, int, int]]) -> None:
     recording = Recording(lambda device: write_down(device, calls))
     explored = explore(recording)
     if explored.kinds != {HangInOneQueue}:  # about hardware queues, not about order

@@ -36,10 +36,7 @@ def _two_streams(device: SymbolicDevice) -> None:
 
 
 def test_the_order_is_shown() -> None:
-    apart = (
-        "first does launch #0 (nothing -> x)",
-        "second does launch #1 (nothing -> y)",
-    )
+    apart = ("first does launch #0 (nothing -> x)", "second does launch #1 (nothing -> y)")
     assert run(Recording(_two_streams), Priorities([1, 2, 0])) == apart
     assert run(Recording(_two_streams), Priorities([0, 2, 1])) == (apart[1], apart[0])
     # All is issued after 4 steps; then 1 begins, and is held up.

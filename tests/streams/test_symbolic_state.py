@@ -44,8 +44,7 @@ def test_nothing_has_written_what_is_read() -> None:
 
     (error,) = explored(host).errors
     assert str(error) == (
-        "ReadBeforeWrite: stream's copy #0 (x -> y): nothing has written x\n"
-        "  stream begins copy #0 (x -> y)"
+        "ReadBeforeWrite: stream's copy #0 (x -> y): nothing has written x\n  stream begins copy #0 (x -> y)"
     )
 
 

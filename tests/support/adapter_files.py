@@ -17,11 +17,7 @@ def write_adapter(directory: Path, *, num_bytes: int = 4096, rank: int = 8, seed
     for matrix, shape in shapes.items():
         size = 4 * shape[0] * shape[1]
         name = f"base_model.model.model.layers.0.self_attn.q_proj.{matrix}.weight"
-        header[name] = {
-            "dtype": "F32",
-            "shape": shape,
-            "data_offsets": [position, position + size],
-        }
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [position, position + size]}
         position += size
     text = json.dumps(header).encode()
     data = random.Random(seed).randbytes(min(position, 1 << 16))

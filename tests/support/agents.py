@@ -77,6 +77,4 @@ async def agent_of(store: AdapterFileStore) -> AsyncIterator[str]:
 
 def entry_of(digest: str, source: Path | str = "/nowhere", *, revision: int = 1) -> AdapterEntry:
     """A name for some content."""
-    return AdapterEntry(
-        name="x", revision=revision, digest=digest, rank=8, num_bytes=0, source=str(source)
-    )
+    return AdapterEntry(name="x", revision=revision, digest=digest, rank=8, num_bytes=0, source=str(source))

@@ -11,9 +11,13 @@ from transformers import AutoConfig, PreTrainedModel
 from .bases import COMMON, auto_class, base_config
 
 _LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -51,37 +55,52 @@ _TABLE = [
     Architecture("qwen2", "qwen2", {}),
     Architecture("qwen3", "qwen3", {"head_dim": 16}),
     Architecture(
-        "gemma2", "gemma2",
-        {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16,
-         "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0,
-         "layer_types": _ALTERNATING, "tie_word_embeddings": True},
+        "gemma2",
+        "gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+            "layer_types": _ALTERNATING,
+            "tie_word_embeddings": True,
+        },
     ),
     Architecture(
-        "gemma3", "gemma3_text",
-        {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 16,
-         "layer_types": _ALTERNATING, "tie_word_embeddings": True},
+        "gemma3",
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 16,
+            "layer_types": _ALTERNATING,
+            "tie_word_embeddings": True,
+        },
     ),
     Architecture("phi3", "phi3", {"sliding_window": None}),
     Architecture(
-        "phi3-longrope", "phi3",
-        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 24},
+        "phi3-longrope", "phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 24}
     ),
     Architecture("olmo2", "olmo2", {}),
     Architecture(
-        "granite", "granite",
-        {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
-         "attention_multiplier": 0.2},
+        "granite",
+        "granite",
+        {
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+        },
     ),
     Architecture("starcoder2", "starcoder2", {"sliding_window": 12, "use_bias": True}),
     Architecture("cohere", "cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
     Architecture("gpt-neox", "gpt_neox", {"rotary_pct": 0.5}),
     Architecture("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-]  # fmt: skip
+]
 ARCHITECTURES = {architecture.name: architecture for architecture in _TABLE}
 # Deep enough for splits between layers, and with a context for long prompts.
-_DEEP = Architecture(
-    "llama-deep", "llama", {"num_hidden_layers": 4, "max_position_embeddings": 2304}
-)
+_DEEP = Architecture("llama-deep", "llama", {"num_hidden_layers": 4, "max_position_embeddings": 2304})
 # Heads of 12 values, with rows in head order: only some strides are multiples of 16.
 _ODD_HEADS = Architecture("odd-heads", "gpt_neox", {"rotary_pct": 0.5, "hidden_size": 48})
 _EXPERTS: dict[str, Any] = {
@@ -96,33 +115,38 @@ _THRESHOLDS = [
     # A window that only the mask says.
     Architecture("phimoe-window", "phimoe", {**_EXPERTS, "sliding_window": THRESHOLD}),
     Architecture(
-        "afmoe", "afmoe",
-        {**_EXPERTS, "head_dim": 16, "sliding_window": THRESHOLD, "num_dense_layers": 1,
-         "layer_types": _ALTERNATING},
+        "afmoe",
+        "afmoe",
+        {
+            **_EXPERTS,
+            "head_dim": 16,
+            "sliding_window": THRESHOLD,
+            "num_dense_layers": 1,
+            "layer_types": _ALTERNATING,
+        },
     ),
     Architecture("jetmoe", "jetmoe", {**_EXPERTS, "kv_channels": 16}),
     # Chunks, and a temperature that is taken from a token's place in the packed row.
     Architecture(
-        "llama4", "llama4_text",
-        {**_EXPERTS, "num_hidden_layers": 4, "head_dim": 16, "intermediate_size_mlp": 96,
-         "attention_chunk_size": 48, "floor_scale": THRESHOLD},
+        "llama4",
+        "llama4_text",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 48,
+            "floor_scale": THRESHOLD,
+        },
     ),
-]  # fmt: skip
+]
 WITH_THRESHOLDS = {architecture.name: architecture for architecture in _THRESHOLDS}
-_BY_NAME = {
-    **ARCHITECTURES,
-    **WITH_THRESHOLDS,
-    _DEEP.name: _DEEP,
-    _ODD_HEADS.name: _ODD_HEADS,
-}
+_BY_NAME = {**ARCHITECTURES, **WITH_THRESHOLDS, _DEEP.name: _DEEP, _ODD_HEADS.name: _ODD_HEADS}
 
 
 def mostly(*names: str) -> list[Any]:
     """All architectures as values of a parameter; those beside ``names`` only with ``--full``."""
-    return [
-        name if name in names else pytest.param(name, marks=pytest.mark.full)
-        for name in ARCHITECTURES
-    ]
+    return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in ARCHITECTURES]
 
 
 def make_model(name: str, *, seed: int = 0) -> PreTrainedModel:

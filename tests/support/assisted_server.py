@@ -19,9 +19,13 @@ def assisted_options(directory: Path) -> list[str]:
     """Options of ``corun serve`` with the demo; writes a profile to ``directory``."""
     cpus = sorted(os.sched_getaffinity(0))
     values: dict[str, Any] = {
-        "dtype": "bfloat16", "link_gib_per_s": LINK_GIB_PER_S, "load_strategy": "assisted",
-        "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]), "worker_slowdown": SLOWDOWN,
-    }  # fmt: skip
+        "dtype": "bfloat16",
+        "link_gib_per_s": LINK_GIB_PER_S,
+        "load_strategy": "assisted",
+        "engine_cores": str(cpus[0]),
+        "cpu_cores": str(cpus[-1]),
+        "worker_slowdown": SLOWDOWN,
+    }
     profile = save_made_up_profile(
         with_demo(EngineConfig(device="cpu", **values)),
         directory / "profile.json",

@@ -28,9 +28,7 @@ class Rows:
             ("attack", "result", "stream s", "health s", "noise s", "API MiB")
         ]
 
-    def add(
-        self, name: str, result: object, gaps: Gaps | None = None, peak_bytes: int | None = None
-    ) -> None:
+    def add(self, name: str, result: object, gaps: Gaps | None = None, peak_bytes: int | None = None) -> None:
         """Add an attack. ``gaps``, ``peak_bytes``: None = not measured."""
         times: tuple[str, ...] = ("-",) * 3
         if gaps is not None:
@@ -47,9 +45,7 @@ class Rows:
 class Attacked:
     """A server with streams on it."""
 
-    def __init__(
-        self, served: Served, probe: StreamProbe, rows: Rows, group: Path | None = None
-    ) -> None:
+    def __init__(self, served: Served, probe: StreamProbe, rows: Rows, group: Path | None = None) -> None:
         """``group``: its control group of memory, if it has one."""
         self.served = served
         self.group = group

@@ -72,10 +72,7 @@ class Call:
 
 
 def make_metadata(
-    query_lens: tuple[int, ...],
-    context_lens: tuple[int, ...],
-    block_size: int,
-    rng: torch.Generator,
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], block_size: int, rng: torch.Generator
 ) -> tuple[AttentionMetadata, int]:
     """Metadata over blocks scattered at random, and the number of blocks of their pool."""
     counts = [-(-context // block_size) for context in context_lens]
@@ -85,9 +82,7 @@ def make_metadata(
     tables = torch.zeros((len(counts), max(counts) + 2), dtype=torch.int32)
     slots = []
     used = 0
-    for row, (count, query_len, context) in enumerate(
-        zip(counts, query_lens, context_lens, strict=True)
-    ):
+    for row, (count, query_len, context) in enumerate(zip(counts, query_lens, context_lens, strict=True)):
         tables[row, :count] = order[used : used + count]
         used += count
         positions = torch.arange(context - query_len, context)
@@ -134,9 +129,7 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=rng).to(problem.dtype)
 
-    metadata, num_blocks = make_metadata(
-        problem.query_lens, problem.context_lens, problem.block_size, rng
-    )
+    metadata, num_blocks = make_metadata(problem.query_lens, problem.context_lens, problem.block_size, rng)
     tokens = metadata.num_tokens
     call = Call(
         query=(normal(problem.heads, tokens, problem.key_dim) * 2).transpose(0, 1),
@@ -155,9 +148,7 @@ def make_call(problem: Problem, seed: int = 0) -> Call:
         ),
     )
     call.key_blocks, call.value_blocks = _pool_views(problem, num_blocks)
-    for row, (query_len, context) in enumerate(
-        zip(problem.query_lens, problem.context_lens, strict=True)
-    ):
+    for row, (query_len, context) in enumerate(zip(problem.query_lens, problem.context_lens, strict=True)):
         start, end = metadata.query_starts_host[row : row + 2]
         past = context - query_len
         keys = normal(past, problem.kv_heads, problem.key_dim)
@@ -207,7 +198,5 @@ def dense_oracle(call: Call) -> torch.Tensor:
             window = call.params.sliding_window
             first = 0 if window is None else max(0, last + 1 - window)
             visible = slice(first, last + 1)
-            expected[token] = _attend_token(
-                queries[token], keys[visible], values[visible], call.params
-            )
+            expected[token] = _attend_token(queries[token], keys[visible], values[visible], call.params)
     return torch.from_numpy(expected)

@@ -123,9 +123,7 @@ def main() -> None:
     if json.loads(Path(sys.argv[3]).read_text()).get("seed") == 13:
         sys.exit(2)  # an option that it refuses
     server = Server((host, port), Handler)
-    signal.signal(
-        signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start()
-    )
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
     server.serve_forever(poll_interval=0.05)
 
 

@@ -41,20 +41,30 @@ def free_ports(number: int) -> list[int]:
 
 
 def simulated_plan(
-    directory: Path, *, num_engines: int = 1, num_gateways: int = 1,
-    adapters: Sequence[LoraModule] = (), engines: Sequence[EngineCard] = (),
-) -> ClusterPlan:  # fmt: skip
+    directory: Path,
+    *,
+    num_engines: int = 1,
+    num_gateways: int = 1,
+    adapters: Sequence[LoraModule] = (),
+    engines: Sequence[EngineCard] = (),
+) -> ClusterPlan:
     """A cluster on shared cores, with engines that simulate a machine."""
     port, controller_port, agent_port = free_ports(3)
     url = f"http://127.0.0.1:{controller_port}"
     serve = ServeConfig(port=port, allow_runtime_lora_updating=True, drain_timeout_s=5.0)
     agent = AgentSettings(
-        cluster_key=KEY, agent_id="m", controller_url=url, host="127.0.0.1", port=agent_port,
-        state_dir=str(directory), adapter_cache_bytes=1 << 30,
+        cluster_key=KEY,
+        agent_id="m",
+        controller_url=url,
+        host="127.0.0.1",
+        port=agent_port,
+        state_dir=str(directory),
+        adapter_cache_bytes=1 << 30,
         division=MachineDivision((EngineShare(num_threads=1),) * num_engines, ()),
-        engine=EngineConfig(model="latency"), engine_command=COMMAND,
+        engine=EngineConfig(model="latency"),
+        engine_command=COMMAND,
         serve=ServeConfig(log_level="warning", drain_timeout_s=5.0),
-    )  # fmt: skip
+    )
     directory.mkdir(exist_ok=True)
     return ClusterPlan(
         name="latency",
@@ -63,21 +73,30 @@ def simulated_plan(
         cluster_key=KEY,
         state_dir=directory,
         controller=ControllerSettings(
-            cluster_key=KEY, host="127.0.0.1", port=controller_port, state_dir=str(directory),
-            placement="sticky", placement_interval_s=120.0, min_copies={},
+            cluster_key=KEY,
+            host="127.0.0.1",
+            port=controller_port,
+            state_dir=str(directory),
+            placement="sticky",
+            placement_interval_s=120.0,
+            min_copies={},
         ),
         agent=agent if num_engines else None,
         engines=tuple(engines),
         gateways=tuple(
             GatewaySettings(
-                cluster_key=KEY, gateway_id=f"g{number}", controller_url=url, router="predicted",
-                num_gateways=num_gateways, serve=serve,
+                cluster_key=KEY,
+                gateway_id=f"g{number}",
+                controller_url=url,
+                router="predicted",
+                num_gateways=num_gateways,
+                serve=serve,
             )
             for number in range(num_gateways)
         ),
         adapters=tuple(adapters),
         drain_timeout_s=5.0,
-    )  # fmt: skip
+    )
 
 
 class Supervised:

@@ -30,14 +30,7 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.build import build_engine
 from corun.runtime.engine.messages import AddAdapter, AddRequest, OperationDone, RemoveAdapter
 from corun.runtime.memory.adapter_cache import AdapterState
-from corun.runtime.plan import (
-    AdapterId,
-    Result,
-    StepPlan,
-    SubBatchKind,
-    TransferId,
-    TransferProgress,
-)
+from corun.runtime.plan import AdapterId, Result, StepPlan, SubBatchKind, TransferId, TransferProgress
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
@@ -83,9 +76,15 @@ class ColdEngine:
     """See the module. One at a time in a process: all workers of the process count as its own."""
 
     def __init__(
-        self, model: Path, adapters: Mapping[str, Path], directory: Path, *,
-        figures: Figures | None = None, num_workers: int = 1, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: Path,
+        adapters: Mapping[str, Path],
+        directory: Path,
+        *,
+        figures: Figures | None = None,
+        num_workers: int = 1,
+        **options: Any,
+    ) -> None:
         """``options`` replace those of a bfloat16 engine on one core, all workers on the other.
 
         With a ``delta_backend`` the workers measure nothing. On CUDA it runs what a server does.
@@ -93,11 +92,18 @@ class ColdEngine:
         """
         cpus = sorted(os.sched_getaffinity(0))
         defaults: dict[str, Any] = {
-            "model": str(model), "device": "cpu", "dtype": "bfloat16", "memory_gib": 0.02,
-            "link_gib_per_s": 0.001, "engine_cores": str(cpus[0]), "cpu_cores": str(cpus[-1]),
-            "load_strategy": "assisted", "host_adapter_bytes": "64MiB", "block_size": 4,
+            "model": str(model),
+            "device": "cpu",
+            "dtype": "bfloat16",
+            "memory_gib": 0.02,
+            "link_gib_per_s": 0.001,
+            "engine_cores": str(cpus[0]),
+            "cpu_cores": str(cpus[-1]),
+            "load_strategy": "assisted",
+            "host_adapter_bytes": "64MiB",
+            "block_size": 4,
             "prefix_cache": "off",
-        }  # fmt: skip
+        }
         if options.get("device") == "cuda":
             defaults["memory_gib"] = 0.1  # which is cut in two, for blocks and for adapters
         else:
@@ -180,20 +186,21 @@ class ColdEngine:
     # Requests.
 
     def ask(
-        self, adapter: str | None, prompt: Sequence[int], max_tokens: int = 6,
-        *, predicted_output_tokens: int | None = None, **params: Any,
-    ) -> Answer:  # fmt: skip
+        self,
+        adapter: str | None,
+        prompt: Sequence[int],
+        max_tokens: int = 6,
+        *,
+        predicted_output_tokens: int | None = None,
+        **params: Any,
+    ) -> Answer:
         """Begin a greedy request; ``run`` ends it."""
         request_id = next(self._ids)
         values = {"temperature": 0.0, "logprobs": 20, "ignore_eos": True, "seed": 0} | params
         sampling = SamplingParams(max_tokens=max_tokens, **values)
         self.core.add_request(
             AddRequest(
-                request_id,
-                tuple(prompt),
-                sampling,
-                adapter,
-                predicted_output_tokens=predicted_output_tokens,
+                request_id, tuple(prompt), sampling, adapter, predicted_output_tokens=predicted_output_tokens
             )
         )
         self.answers[request_id] = Answer(adapter, tuple(prompt))
@@ -209,9 +216,7 @@ class ColdEngine:
             answer.token_ids += update.token_ids
             self.num_host_cached_tokens += update.num_host_cached_tokens
             for one in update.logprobs or ():
-                answer.candidates.append(
-                    dict(zip(one.top_token_ids, one.top_logprobs, strict=True))
-                )
+                answer.candidates.append(dict(zip(one.top_token_ids, one.top_logprobs, strict=True)))
             answer.finish_reason, answer.error = update.finish_reason, update.error
 
     def run_until(self, is_true: Callable[[], bool]) -> None:
@@ -241,9 +246,7 @@ class ColdEngine:
     def chunks(self, chunks: Chunks) -> Iterator[None]:
         """Let ``chunks`` cut cold requests, and start each at once."""
         replaced: dict[str, Any] = {
-            "may_start": lambda request, *_: (
-                self._is_loading(request) and not request.retried_positions
-            ),
+            "may_start": lambda request, *_: self._is_loading(request) and not request.retried_positions,
             "next_chunk": lambda *arguments: self._chunk(chunks, *arguments),
         }
         with mock.patch.multiple(self.coexecution.cold_starts, **replaced):
@@ -293,10 +296,7 @@ class ColdEngine:
     @property
     def assisted(self) -> list[Any]:
         return [
-            batch
-            for plan in self.plans
-            for batch in plan.sub_batches
-            if batch.kind is SubBatchKind.ASSISTED
+            batch for plan in self.plans for batch in plan.sub_batches if batch.kind is SubBatchKind.ASSISTED
         ]
 
     def check_nothing_is_held(self) -> None:
@@ -354,9 +354,7 @@ class ColdEngine:
         cache = self.scheduler.memory.cache
         return cache.state(request.adapter_id) is AdapterState.LOADING
 
-    def _chunk(
-        self, chunks: Chunks, request: Request, max_tokens: int, *others: Any
-    ) -> ColdChunk | None:
+    def _chunk(self, chunks: Chunks, request: Request, max_tokens: int, *others: Any) -> ColdChunk | None:
         num_retries = request.retried_positions[request.num_computed_tokens]
         if num_retries > 1 or not self._is_loading(request):
             cold_starts = self.coexecution.cold_starts

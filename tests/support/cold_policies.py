@@ -47,9 +47,13 @@ _MODEL = MachineModel(
     tokens_per_worker=64,
 )
 _CONFIG = SchedulerConfig(
-    max_num_batched_tokens=64, max_num_seqs=8, max_model_len=64, block_size=4,
-    max_assisted_tokens_per_step=64, max_assisted_rows_per_step=4,
-)  # fmt: skip
+    max_num_batched_tokens=64,
+    max_num_seqs=8,
+    max_model_len=64,
+    block_size=4,
+    max_assisted_tokens_per_step=64,
+    max_assisted_rows_per_step=4,
+)
 ON_HOST, IN_FILES = "on the host", "in files"
 
 
@@ -62,16 +66,12 @@ class _Policies:
         self.host = HostCache(2 * sum(_HOST_BYTES))
         self.memory = DeviceMemory(BlockPool(64, 100, budget), AdapterCache(budget), self.host)
         cold_starts = PlannedColdStarts(planner, (0, 512), self.memory.transfers)
-        self.scheduler = Scheduler(
-            _CONFIG, make_policy("fcfs", policy_facts()), self.memory, (), cold_starts
-        )
+        self.scheduler = Scheduler(_CONFIG, make_policy("fcfs", policy_facts()), self.memory, (), cold_starts)
         self.registry = AdapterRegistry(iter(map(AdapterId, range(1, 9))).__next__)
         layers = AdapterLayers(((8,),) * _NUM_LAYERS, (200, 200), (0, 0, 1, 1))
         for name in (ON_HOST, IN_FILES):
             facts = AdapterFacts(name, 8, 400, host_bytes=_HOST_BYTES, layers=layers)
-            self.registry.ready(
-                name, "/", self.registry.begin_loading(name, "/"), AdapterContent(facts)
-            )
+            self.registry.ready(name, "/", self.registry.begin_loading(name, "/"), AdapterContent(facts))
         room = self.memory.registrations.begin(_HOST_BYTES)
         assert room.place is not None
         self.memory.registrations.end(room.place.place_id, ON_HOST)

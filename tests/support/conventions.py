@@ -29,10 +29,17 @@ def save_base(directory: Path, *, chat_template: str) -> Path:
         chat_template=chat_template,
     ).save_pretrained(directory)
     config = LlamaConfig(
-        vocab_size=NUM_EMBEDDINGS, hidden_size=_SIZE, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False,
-        max_position_embeddings=128, bos_token_id=_IDS["<s>"], eos_token_id=_IDS["</s>"],
-    )  # fmt: skip
+        vocab_size=NUM_EMBEDDINGS,
+        hidden_size=_SIZE,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        max_position_embeddings=128,
+        bos_token_id=_IDS["<s>"],
+        eos_token_id=_IDS["</s>"],
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     followers = {_IDS[word]: _IDS[after] for word, after in _FOLLOWERS.items()}
     with torch.no_grad():

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from corun.cpu_workers.deltas.base import DeltaBackend, DeltaJob
-from corun.cpu_workers.kernels.lora.regions import (
-    Matrices,
-    TargetShape,
-    plan_packed,
-    write_region,
-)
+from corun.cpu_workers.kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from corun.shm.region import Region
 
 # What surrounds x and y must neither be read as data nor be written.
@@ -65,15 +60,11 @@ class Workplace:
         self.case = case
         self.scalings = case.scalings or tuple(0.5 + 0.3 * t for t in range(len(case.ranks)))
         shapes = [
-            TargetShape(*target)
-            for target in zip(case.ranks, case.out_features, self.scalings, strict=True)
+            TargetShape(*target) for target in zip(case.ranks, case.out_features, self.scalings, strict=True)
         ]
         self.region: Region = plan_packed(case.in_features, 2, shapes)
         self.matrices: list[Matrices | None] = [
-            Matrices(
-                random_bits(rng, s.rank, case.in_features),
-                random_bits(rng, s.out_features, s.rank),
-            )
+            Matrices(random_bits(rng, s.rank, case.in_features), random_bits(rng, s.out_features, s.rank))
             if s.rank
             else None
             for s in shapes
@@ -134,9 +125,7 @@ class Workplace:
         smallest float32, where errors are absolute.
         """
         first_column = 0
-        for target, matrices, scaling in zip(
-            self.region.targets, self.matrices, self.scalings, strict=True
-        ):
+        for target, matrices, scaling in zip(self.region.targets, self.matrices, self.scalings, strict=True):
             given = self.y[:, first_column : first_column + target.padded_columns]
             first_column += target.padded_columns
             if matrices is None:

@@ -250,9 +250,8 @@ class DeviceContract:
         for word in (0, 1):
             rig.let_go(word, start)
         with program(
-            _PEER, rig.segment.fd, start, num_rounds, _WORDS_BYTES, num_values,
-            pass_fds=[rig.segment.fd],
-        ) as peer:  # fmt: skip
+            _PEER, rig.segment.fd, start, num_rounds, _WORDS_BYTES, num_values, pass_fds=[rig.segment.fd]
+        ) as peer:
             assert line_of(peer) == "attached"
             for number in range(num_rounds):
                 sequence = start + 1 + number
@@ -269,14 +268,19 @@ class DeviceContract:
     @pytest.mark.parametrize(
         ("shown", "awaited", "passes"),
         [
-            (0, 0, True), (5, 4, True), (4, 5, False), (2**31 - 1, 2**31, False),
-            (2**31, 2**31 - 1, True), (2**32 - 1, 2**32, False), (0, 2**32 - 1, True),
-            (2**31 - 1, 0, True), (2**31, 0, False), (3, 2**32 + 3, True),
+            (0, 0, True),
+            (5, 4, True),
+            (4, 5, False),
+            (2**31 - 1, 2**31, False),
+            (2**31, 2**31 - 1, True),
+            (2**32 - 1, 2**32, False),
+            (0, 2**32 - 1, True),
+            (2**31 - 1, 0, True),
+            (2**31, 0, False),
+            (3, 2**32 + 3, True),
         ],
-    )  # fmt: skip
-    def test_values_are_compared_cyclically(
-        self, rig: Rig, shown: int, awaited: int, passes: bool
-    ) -> None:
+    )
+    def test_values_are_compared_cyclically(self, rig: Rig, shown: int, awaited: int, passes: bool) -> None:
         rig.let_go(0, shown)
         rig.hold(rig.a, 0, awaited)
         assert rig.is_held(rig.a) is not passes

@@ -198,16 +198,21 @@ class DeviceLifeContract(DeviceContract):
         x, host, word, event = rig.tensor(), rig.host(0), rig.word(0), rig.recorded(rig.a)
         rig.device.close()
         uses: list[Callable[[], object]] = [
-            lambda: rig.device.stream("d"), rig.device.event,
-            lambda: rig.device.release_event(event), lambda: rig.device.is_done(event),
-            lambda: rig.device.copy(rig.a, host, x), lambda: rig.device.signal(rig.a, word, 1),
-            lambda: rig.device.wait(rig.a, word, 1), lambda: rig.device.record(rig.a, event),
+            lambda: rig.device.stream("d"),
+            rig.device.event,
+            lambda: rig.device.release_event(event),
+            lambda: rig.device.is_done(event),
+            lambda: rig.device.copy(rig.a, host, x),
+            lambda: rig.device.signal(rig.a, word, 1),
+            lambda: rig.device.wait(rig.a, word, 1),
+            lambda: rig.device.record(rig.a, event),
             lambda: rig.device.wait_event(rig.a, event),
             lambda: rig.device.launch(rig.a, lambda: None),
-            lambda: rig.device.synchronize(timeout_s=1), rig.device.release_waits,
+            lambda: rig.device.synchronize(timeout_s=1),
+            rig.device.release_waits,
             lambda: rig.device.register(memoryview(bytearray(4096)), name="late"),
             lambda: rig.memory.tensor(0, (1,), torch.int32),
-        ]  # fmt: skip
+        ]
         for use in uses:
             with pytest.raises(DeviceError, match="closed"):
                 use()

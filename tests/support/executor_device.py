@@ -130,9 +130,14 @@ class ExecutorDevice:
 
     def __init__(self, directory: Path, make_matcher: MakeMatcher | None = None) -> None:
         config = EngineConfig(
-            model=str(directory), device="cpu", dtype="float32", block_size=4,
-            linear_backend="plain", attention_backend="torch", lora_backend="torch",
-        )  # fmt: skip
+            model=str(directory),
+            device="cpu",
+            dtype="float32",
+            block_size=4,
+            linear_backend="plain",
+            attention_backend="torch",
+            lora_backend="torch",
+        )
         self.loaded = load_tiny(config)
         self.runner = assemble.make_runner(self.loaded, 32)
         self.adapter: DeviceAdapter | Arriving | Exception = AdapterError("its files have changed")

@@ -30,9 +30,7 @@ FOREIGN = "foreign, stale or missing KV"
 Row = tuple[int, int, int]  # request, start, tokens
 
 
-def request(
-    request_id: int, prompt: tuple[int, ...] = PROMPT, adapter_id: int = BASE_ADAPTER
-) -> NewRequest:
+def request(request_id: int, prompt: tuple[int, ...] = PROMPT, adapter_id: int = BASE_ADAPTER) -> NewRequest:
     return NewRequest(RequestId(request_id), prompt, SamplingParams(), AdapterId(adapter_id))
 
 
@@ -46,9 +44,13 @@ class Device:
         self.num_plans = self.num_transfers = 0
 
     def submit(
-        self, *rows: Row, new: Sequence[NewRequest] = (),
-        tables: Mapping[int, tuple[int, ...]] | None = None, first_index: int = 0, **fields: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *rows: Row,
+        new: Sequence[NewRequest] = (),
+        tables: Mapping[int, tuple[int, ...]] | None = None,
+        first_index: int = 0,
+        **fields: Any,
+    ) -> None:
         """``fields``: of the plan. Rows that reach beyond their prompt sample."""
         self.num_plans += 1
         self.prompt_lens |= {one.request_id: len(one.prompt_token_ids) for one in new}
@@ -63,9 +65,7 @@ class Device:
             BlockUpdate(RequestId(request_id), first_index, tuple(map(BlockId, block_ids)))
             for request_id, block_ids in (tables or {}).items()
         )
-        self.executor.submit(
-            StepPlan(StepId(self.num_plans), (batch,), tuple(new), updates, **fields)
-        )
+        self.executor.submit(StepPlan(StepId(self.num_plans), (batch,), tuple(new), updates, **fields))
 
     def step(self, *rows: Row, **fields: Any) -> None:
         """Submit a plan, and let the oldest step in flight end."""
@@ -78,9 +78,7 @@ class Device:
         row = (request_id, 0, len(new.prompt_token_ids))
         self.step(row, new=[new], tables={request_id: (0, 1, 2)})
 
-    def share(
-        self, request_id: int = 2, block_ids: tuple[int, ...] = (0, 1, 3), **options: Any
-    ) -> None:
+    def share(self, request_id: int = 2, block_ids: tuple[int, ...] = (0, 1, 3), **options: Any) -> None:
         """Let a request begin behind two blocks that others have computed."""
         new = request(request_id, **options)
         row = (request_id, 8, len(new.prompt_token_ids) - 8)
@@ -96,11 +94,7 @@ class Device:
         self.executor.finish_transfer(transfer_id)
 
     def begin(
-        self,
-        direction: Direction,
-        block_ids: tuple[int, ...],
-        slots: tuple[int, ...],
-        **fields: Any,
+        self, direction: Direction, block_ids: tuple[int, ...], slots: tuple[int, ...], **fields: Any
     ) -> TransferId:
         """Begin a copy with a plan of its own, which ends at once."""
         self.num_transfers += 1

@@ -16,12 +16,7 @@ from aiohttp import ClientSession, web
 from corun.runtime.cluster.controller.run import run_controller
 from corun.runtime.cluster.http.calls import call, make_session
 from corun.runtime.cluster.http.events import EventStream, read_events
-from corun.runtime.cluster.http.serving import (
-    cluster_key_check,
-    make_app,
-    read_struct,
-    struct_response,
-)
+from corun.runtime.cluster.http.serving import cluster_key_check, make_app, read_struct, struct_response
 from corun.runtime.cluster.settings import ControllerSettings
 from corun.runtime.cluster.wire import (
     ACKS_PATH,
@@ -84,10 +79,18 @@ def digest_of(content: str) -> str:
 def profile_of(base_fingerprint: str = "base-1", dtype: str = "float32") -> EngineProfile:
     """The card of an engine."""
     return EngineProfile(
-        model="base", base_fingerprint=base_fingerprint, dtype=dtype, max_model_len=2048,
-        max_num_batched_tokens=512, max_num_seqs=16, block_size=16, adapter_bytes_per_rank=1000,
-        file_bytes_per_s=1e9, kv_bytes_per_token=512, machine=PROFILE.model,
-    )  # fmt: skip
+        model="base",
+        base_fingerprint=base_fingerprint,
+        dtype=dtype,
+        max_model_len=2048,
+        max_num_batched_tokens=512,
+        max_num_seqs=16,
+        block_size=16,
+        adapter_bytes_per_rank=1000,
+        file_bytes_per_s=1e9,
+        kv_bytes_per_token=512,
+        machine=PROFILE.model,
+    )
 
 
 @dataclass(slots=True)
@@ -123,13 +126,17 @@ class FakeEngine:
         response = await stream.begin()
         names = {*self.served, *self.entries}
         load = EngineLoadState(
-            num_running_by_rank={0: self.num_running}, num_waiting_by_rank={},
-            queued_prefill_tokens=0, running_context_tokens=0, free_kv_tokens=1000,
-            promised_kv_tokens=0, total_kv_tokens=1000, queued_s=0.0, link_backlog_bytes=0,
-        )  # fmt: skip
-        placed = [
-            PlacedAdapter(name=one, digest="", level="device", rank=8, num_bytes=1) for one in names
-        ]
+            num_running_by_rank={0: self.num_running},
+            num_waiting_by_rank={},
+            queued_prefill_tokens=0,
+            running_context_tokens=0,
+            free_kv_tokens=1000,
+            promised_kv_tokens=0,
+            total_kv_tokens=1000,
+            queued_s=0.0,
+            link_backlog_bytes=0,
+        )
+        placed = [PlacedAdapter(name=one, digest="", level="device", rank=8, num_bytes=1) for one in names]
         await stream.send(
             EngineState(incarnation=self.incarnation, beat=1, load=load, adapters=tuple(placed))
         )
@@ -184,26 +191,27 @@ class FakeAgent:
     def report(self) -> AgentReport:
         """Its report."""
         engines = [
-            EngineStatus(
-                engine_id=engine_id, url=one.url, state=one.state, pid=one.pid, cpu_list=""
-            )
+            EngineStatus(engine_id=engine_id, url=one.url, state=one.state, pid=one.pid, cpu_list="")
             for engine_id, one in self.engines.items()
         ]
         return AgentReport(
-            agent_id=self.agent_id, url=self.url, engines=tuple(engines),
-            copies=dict.fromkeys(self.copies, 1.0), store_bytes=self.store_bytes, used_bytes=0,
-            core_division="", keeps=tuple(self.copies - self.released),
+            agent_id=self.agent_id,
+            url=self.url,
+            engines=tuple(engines),
+            copies=dict.fromkeys(self.copies, 1.0),
+            store_bytes=self.store_bytes,
+            used_bytes=0,
+            core_division="",
+            keeps=tuple(self.copies - self.released),
             num_places=self.num_places,
-        )  # fmt: skip
+        )
 
     async def _check(self, request: web.Request) -> web.Response:
         content = (await read_struct(request, CheckAdapter)).path
         if content in self.unreadable:
             raise HttpError(400, f"{content} is no adapter", code="adapter_refused")
         self.copies.add(digest_of(content))
-        return struct_response(
-            CheckedAdapter(digest=digest_of(content), rank=8, num_bytes=_NUM_BYTES)
-        )
+        return struct_response(CheckedAdapter(digest=digest_of(content), rank=8, num_bytes=_NUM_BYTES))
 
     async def _ensure(self, request: web.Request) -> web.Response:
         asked = await read_struct(request, Ensure)
@@ -340,16 +348,12 @@ class RunningCluster:
 
     async def demand(self, prompt_tokens: dict[str, int], **fields: Any) -> None:
         """Report the demand of a gateway."""
-        demand = GatewayDemand(
-            gateway_id="g0", prompt_tokens=prompt_tokens, output_tokens={}, **fields
-        )
+        demand = GatewayDemand(gateway_id="g0", prompt_tokens=prompt_tokens, output_tokens={}, **fields)
         await self.post(DEMAND_PATH, demand, dict)
 
     async def status(self) -> ClusterStatus:
         """The controller's status."""
-        return await call(
-            self._session, self.url + STATUS_PATH, None, ClusterStatus, timeout_s=TIMEOUT_S
-        )
+        return await call(self._session, self.url + STATUS_PATH, None, ClusterStatus, timeout_s=TIMEOUT_S)
 
     async def metrics(self) -> str:
         """The controller's metrics."""
@@ -387,10 +391,15 @@ async def eventually(condition: Callable[[], bool]) -> None:
 def settings_of(state_dir: Path, port: int, **fields: Any) -> ControllerSettings:
     """Settings of a controller without placement."""
     values: dict[str, Any] = {
-        "cluster_key": KEY, "host": "127.0.0.1", "port": port, "state_dir": str(state_dir),
-        "placement": "everywhere", "placement_interval_s": 3600.0, "min_copies": {},
+        "cluster_key": KEY,
+        "host": "127.0.0.1",
+        "port": port,
+        "state_dir": str(state_dir),
+        "placement": "everywhere",
+        "placement_interval_s": 3600.0,
+        "min_copies": {},
         "run_id": "run",
-    }  # fmt: skip
+    }
     return ControllerSettings(**values | fields)
 
 
@@ -402,9 +411,7 @@ async def running_controller(
     stop = asyncio.Event()
     with bind("127.0.0.1", 0) as kept:
         port = kept.getsockname()[1]
-        serving_it = asyncio.ensure_future(
-            run_controller(settings_of(state_dir, port, **fields), stop)
-        )
+        serving_it = asyncio.ensure_future(run_controller(settings_of(state_dir, port, **fields), stop))
         try:
             async with make_session(KEY) as session, contextlib.AsyncExitStack() as stack:
                 cluster = RunningCluster(f"http://127.0.0.1:{port}", session, outlive or stack)
@@ -415,9 +422,7 @@ async def running_controller(
             await serving_it
 
 
-def in_cluster(
-    tmp_path: Path, work: Callable[[RunningCluster], Awaitable[None]], **fields: Any
-) -> None:
+def in_cluster(tmp_path: Path, work: Callable[[RunningCluster], Awaitable[None]], **fields: Any) -> None:
     """Do ``work`` with a controller that has the settings ``fields``."""
 
     async def run() -> None:

@@ -131,9 +131,7 @@ class FakeCore:
         for request_id in request_ids:
             if self._open.pop(request_id, None) is not None:
                 self._updates.append(
-                    RequestUpdate(
-                        request_id, finish_reason="abort", num_preemptions=3, timing=TIMING
-                    )
+                    RequestUpdate(request_id, finish_reason="abort", num_preemptions=3, timing=TIMING)
                 )
 
     def step(self) -> list[RequestUpdate]:
@@ -324,9 +322,7 @@ class FakeAssembly:
         self.adapters = FakeAdapters()
         self.grammars = FakeGrammars()
         self.core = FakeCore(config, self.adapters.paths)
-        self.info = msgspec.structs.replace(
-            model_info(str(config.model)), max_queue_s=config.max_queue_s
-        )
+        self.info = msgspec.structs.replace(model_info(str(config.model)), max_queue_s=config.max_queue_s)
         self.tokenizer: TokenizerSpec | None = None
         self.num_closed = 0
 
@@ -365,9 +361,7 @@ def model_info(model_path: str) -> ModelInfo:
     )
 
 
-def build(
-    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
-) -> FakeAssembly:
+def build(config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool) -> FakeAssembly:
     """The factory; ``config.model`` is the tokenizer's directory or the name of a failure."""
     on_progress("pretending to load")
     if config.model == FAILING_MODEL:

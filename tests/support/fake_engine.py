@@ -22,12 +22,7 @@ from corun.runtime.errors import (
     UnknownModelError,
 )
 from corun.runtime.frontend.engine_watch import EngineWatches
-from corun.runtime.frontend.inputs import (
-    MadePrompt,
-    check_prompt,
-    lora_name_of,
-    truncate_prompt,
-)
+from corun.runtime.frontend.inputs import MadePrompt, check_prompt, lora_name_of, truncate_prompt
 from corun.runtime.frontend.lora_directory import LoraDirectory
 from corun.runtime.frontend.outputs import (
     AdapterStart,
@@ -74,8 +69,7 @@ class FakeTokenizer:
         for message in messages:
             if message["content"] == "refuse me":
                 raise RequestError(
-                    "the model's chat template refuses the messages: roles must alternate",
-                    param="messages",
+                    "the model's chat template refuses the messages: roles must alternate", param="messages"
                 )
             text += f"<{message['role']}>{message['content']}"
             if not self.leaves_tools_out:
@@ -127,14 +121,21 @@ class FakeEngine:
         self.answer: str | None = None  # in place of the usual text
         self.chat_template: str | None = None  # for the form of answers
         self.stats = EngineStats(
-            num_running=2, num_waiting=1, kv_blocks_used=25, kv_blocks_total=100,
-            invalid_kv_bytes=7, preemptions={"kv_memory": 3, "squash": 1}, num_prefetch_hits=5,
-            prefetch_missed_bytes=6, memory_bytes={"device": {"history_kv": 8, "free": 9}},
+            num_running=2,
+            num_waiting=1,
+            kv_blocks_used=25,
+            kv_blocks_total=100,
+            invalid_kv_bytes=7,
+            preemptions={"kv_memory": 3, "squash": 1},
+            num_prefetch_hits=5,
+            prefetch_missed_bytes=6,
+            memory_bytes={"device": {"history_kv": 8, "free": 9}},
             first_token_parts_s={"order": 1.5, "kv_memory": 2.5},
             link=(LinkUsage("to_device", "kv", 11, 0.5),),
             policy_counts={"num_queues": 2.0, "queue_1_quota_tokens": 5.0},
-            running_adapters=("upper",), waiting_adapters=("digits",),
-        )  # fmt: skip
+            running_adapters=("upper",),
+            waiting_adapters=("digits",),
+        )
         self.adapters = {
             "upper": make_adapter("upper", rank=8),
             "digits": make_adapter("digits", rank=64, level="host"),
@@ -172,13 +173,21 @@ class FakeEngine:
 
     def get_model_info(self) -> ModelInfo:
         return ModelInfo(
-            name="demo/tiny", dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN,
-            vocab_size=VOCAB_SIZE, eos_token_ids=(0,), default_sampling=self.default_sampling,
-            kv_capacity_tokens=1600, memory_bytes=1 << 30, max_num_waiting=8,
-            model_path="demo/tiny", device_choices={"sync": "host", "link": "unpaced"},
+            name="demo/tiny",
+            dtype="float32",
+            device="cpu",
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(0,),
+            default_sampling=self.default_sampling,
+            kv_capacity_tokens=1600,
+            memory_bytes=1 << 30,
+            max_num_waiting=8,
+            model_path="demo/tiny",
+            device_choices={"sync": "host", "link": "unpaced"},
             backends={"attention": "triton", "LoRA": "torch"},
             summary=("tiny model", "on cpu"),
-        )  # fmt: skip
+        )
 
     def get_stats(self) -> EngineStats:
         return self.stats
@@ -223,9 +232,13 @@ class FakeEngine:
         return tuple(self.adapters.values())
 
     async def add_lora(
-        self, lora_request: LoRARequest, *, reload: bool = False, pinned: bool | None = None,
+        self,
+        lora_request: LoRARequest,
+        *,
+        reload: bool = False,
+        pinned: bool | None = None,
         replace: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if "missing" in lora_request.lora_path:
             raise AdapterError(f"there is no directory {lora_request.lora_path!r}")
         name = lora_request.lora_name
@@ -289,9 +302,14 @@ class FakeEngine:
                 outputs = [choice.advance(self.tokens_per_output) for choice in choices]
                 finished = all(choice.finish_reason for choice in choices)
                 yield RequestOutput(
-                    request_id, text, prompt_ids, outputs, finished, lora_request,
+                    request_id,
+                    text,
+                    prompt_ids,
+                    outputs,
+                    finished,
+                    lora_request,
                     _prompt_logprobs(prompt_ids, sampling_params),
-                )  # fmt: skip
+                )
         except (GeneratorExit, asyncio.CancelledError):
             self.num_aborted += 1
             reason = "abort"
@@ -300,9 +318,7 @@ class FakeEngine:
             self.num_open -= 1
             if watch is not None:
                 outputs = [choice.end(reason) for choice in choices]
-                watch.ended(
-                    RequestOutput(request_id, text, prompt_ids, outputs, True, lora_request)
-                )
+                watch.ended(RequestOutput(request_id, text, prompt_ids, outputs, True, lora_request))
 
     async def _pause(self, num_tokens: int) -> None:
         await asyncio.sleep(0)
@@ -322,9 +338,7 @@ class FakeEngine:
         return self.error is not None and not self.dies_silently
 
 
-def _prompt_logprobs(
-    prompt_ids: list[int], params: SamplingParams
-) -> list[TokenCandidates | None] | None:
+def _prompt_logprobs(prompt_ids: list[int], params: SamplingParams) -> list[TokenCandidates | None] | None:
     """The first token has none."""
     if params.prompt_logprobs is None:
         return None
@@ -339,9 +353,8 @@ class _FakeChoice:
     """One choice on its way to its last token."""
 
     def __init__(
-        self, prompt_ids: list[int], params: SamplingParams, index: int, adapter: str,
-        answer: str | None,
-    ) -> None:  # fmt: skip
+        self, prompt_ids: list[int], params: SamplingParams, index: int, adapter: str, answer: str | None
+    ) -> None:
         prompt = "".join(map(chr, prompt_ids))
         room = MAX_MODEL_LEN - len(prompt_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -411,7 +424,12 @@ def make_adapter(
 ) -> AdapterInfo:
     """Return an adapter as the engine reports it."""
     return AdapterInfo(
-        name=name, path=path or f"/adapters/{name}", state=state, reason=reason, rank=rank,
-        num_bytes=1 << 20, version="0123abcd",
+        name=name,
+        path=path or f"/adapters/{name}",
+        state=state,
+        reason=reason,
+        rank=rank,
+        num_bytes=1 << 20,
+        version="0123abcd",
         residency=Residency(level=level),
-    )  # fmt: skip
+    )

@@ -120,9 +120,7 @@ class FakeExecutor:
     ) -> None:
         """``namespace_of``: all that shapes KV computed with an adapter, but for ``salts``."""
         self.host = host
-        self.kv = FakeKv(
-            num_blocks=num_blocks, block_size=block_size, long_from_tokens=recompute_at_tokens
-        )
+        self.kv = FakeKv(num_blocks=num_blocks, block_size=block_size, long_from_tokens=recompute_at_tokens)
         self.block_size = block_size
         self.block_bytes = block_bytes
         self.capacity_bytes = capacity_bytes
@@ -178,9 +176,7 @@ class FakeExecutor:
             self._update_blocks(update.request_id, update.first_index, update.block_ids)
         in_flight = self._rows_in_flight()
         for update in plan.block_updates:
-            self.kv.check_handed_out(
-                update.request_id, update.first_index, update.block_ids, in_flight
-            )
+            self.kv.check_handed_out(update.request_id, update.first_index, update.block_ids, in_flight)
         rows = [row for batch in plan.sub_batches for row in self._accept(batch)]
         assert len({row.request_id for row in rows}) == len(rows), "two rows of one request"
         self.steps.append((plan, rows))
@@ -266,9 +262,7 @@ class FakeExecutor:
         assert self._adapters[adapter_id] == "resident", "evicted but not there"
         for _, rows in self.steps:
             users = {
-                self._known[row.request_id].new.adapter_id
-                for row in rows
-                if row.request_id in self._known
+                self._known[row.request_id].new.adapter_id for row in rows if row.request_id in self._known
             }
             assert adapter_id not in users, "evicted while a step in flight uses it"
         self._remove(adapter_id)
@@ -296,9 +290,7 @@ class FakeExecutor:
             assert place.stop <= other.start or other.stop <= place.start, "two in one place"
         self._places[transfer.adapter_id] = place
 
-    def _update_blocks(
-        self, request_id: RequestId, first_index: int, block_ids: tuple[BlockId, ...]
-    ) -> None:
+    def _update_blocks(self, request_id: RequestId, first_index: int, block_ids: tuple[BlockId, ...]) -> None:
         known = self._known[request_id]
         assert first_index <= len(known.kv.block_table)
         known.kv.block_table[first_index:] = block_ids
@@ -313,9 +305,8 @@ class FakeExecutor:
         assert len(batch.split_layers) == (len(batch.request_ids) if is_assisted else 0)
         splits = batch.split_layers or (0,) * len(batch.request_ids)
         for request_id, start, num_tokens, has_sample, split_layer in zip(
-            batch.request_ids, batch.start_positions, batch.num_tokens, batch.samples, splits,
-            strict=True,
-        ):  # fmt: skip
+            batch.request_ids, batch.start_positions, batch.num_tokens, batch.samples, splits, strict=True
+        ):
             known = self._known[request_id]
             adapter_id = known.new.adapter_id
             assert split_layer == 0 or adapter_id != BASE_ADAPTER, "workers for the base model"
@@ -336,9 +327,7 @@ class FakeExecutor:
             written_block_ids = block_ids[start // self.block_size :]
             is_cold = self._adapters.get(adapter_id) == "loading"
             rows.append(
-                _Row(
-                    request_id, start, num_tokens, block_ids, written_block_ids, has_sample, is_cold
-                )
+                _Row(request_id, start, num_tokens, block_ids, written_block_ids, has_sample, is_cold)
             )
         return rows
 

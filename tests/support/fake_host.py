@@ -1,12 +1,6 @@
 """A fake of the host's memory: checks the sources of loads, and that evictions are safe."""
 
-from corun.runtime.plan import (
-    AdapterId,
-    AdapterTransfer,
-    HostPlace,
-    HostPlaceId,
-    StepPlan,
-)
+from corun.runtime.plan import AdapterId, AdapterTransfer, HostPlace, HostPlaceId, StepPlan
 
 
 class FakeHost:

@@ -31,10 +31,7 @@ def fake_hub(repositories: Mapping[str, Path]) -> Iterator[str]:
             found = _content(repositories, self.path.partition("?")[0])
             if found is not None:
                 data = found
-                headers = {
-                    "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
-                    "X-Repo-Commit": _COMMIT,
-                }
+                headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": _COMMIT}
             self.send_response(404 if found is None else 200)
             for name, value in (headers | {"Content-Length": str(len(data))}).items():
                 self.send_header(name, value)

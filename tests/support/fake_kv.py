@@ -39,9 +39,7 @@ class KvRow:
 class FakeKv:
     """All KV of a device and of the host. Rows in flight are the executor's, and passed in."""
 
-    def __init__(
-        self, *, num_blocks: int, block_size: int, long_from_tokens: int | None = None
-    ) -> None:
+    def __init__(self, *, num_blocks: int, block_size: int, long_from_tokens: int | None = None) -> None:
         """``long_from_tokens``: of requests with so many tokens the embedding is the long one."""
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -55,9 +53,7 @@ class FakeKv:
 
     # Commands to the device.
 
-    def announce(
-        self, request_id: RequestId, namespace: Hashable, token_ids: Iterable[int]
-    ) -> KvSequence:
+    def announce(self, request_id: RequestId, namespace: Hashable, token_ids: Iterable[int]) -> KvSequence:
         """Add a request."""
         sequence = self._sequences[request_id] = KvSequence(namespace, [])
         for token_id in token_ids:
@@ -128,11 +124,7 @@ class FakeKv:
     # Checks.
 
     def check_handed_out(
-        self,
-        request_id: RequestId,
-        first_index: int,
-        block_ids: Collection[BlockId],
-        rows: Collection[KvRow],
+        self, request_id: RequestId, first_index: int, block_ids: Collection[BlockId], rows: Collection[KvRow]
     ) -> None:
         """Check that blocks in use enter another table only with equal contents.
 
@@ -200,9 +192,7 @@ class FakeKv:
             if not has_blocks_to_read:
                 assert set(copy.block_ids).isdisjoint(other.block_ids), "two copies of one block"
 
-    def _other_holders(
-        self, block_id: BlockId, request_id: RequestId | None = None
-    ) -> list[RequestId]:
+    def _other_holders(self, block_id: BlockId, request_id: RequestId | None = None) -> list[RequestId]:
         """Other requests with the block in their tables that do not get another table."""
         return [
             other

@@ -10,11 +10,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 _TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 FP4 = (*(one / 12 for one in _TWELFTHS), *(0.0 - one / 12 for one in _TWELFTHS))
 TABLES = {"nf4": NF4, "fp4": FP4}
@@ -24,9 +36,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 def quantize_in_four_bits(
-    name: str, matrix: torch.Tensor, *, kind: str = "nf4", block_size: int = 64,
-    nested: bool = True, storage: torch.dtype = torch.uint8,
-) -> tuple[Tensors, torch.Tensor]:  # fmt: skip
+    name: str,
+    matrix: torch.Tensor,
+    *,
+    kind: str = "nf4",
+    block_size: int = 64,
+    nested: bool = True,
+    storage: torch.dtype = torch.uint8,
+) -> tuple[Tensors, torch.Tensor]:
     """The tensors on disk for a matrix ``name``, and their dequantised values."""
     table = torch.tensor(TABLES[kind])
     flat = matrix.float().flatten()
@@ -55,11 +72,7 @@ def quantize_in_four_bits(
             f"{name}.nested_absmax": outer,
             f"{name}.nested_quant_map": outer_table,
         }
-        state |= {
-            "nested_blocksize": _NESTED_BLOCK,
-            "nested_dtype": "float32",
-            "nested_offset": offset,
-        }
+        state |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
     of_element = scales.repeat_interleave(block_size)[: len(flat)]
     codes = _nearest(table, flat / of_element.clamp(min=1e-30))
     dense = (table[codes.long()] * of_element).to(matrix.dtype).reshape(matrix.shape)
@@ -76,17 +89,27 @@ def quantize_in_four_bits(
 def four_bit_config(**fields: Any) -> dict[str, Any]:
     """The entry in config.json."""
     return {
-        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
-        "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": None, **fields,
-    }  # fmt: skip
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": None,
+        **fields,
+    }
 
 
 def store_in_four_bits(
-    directory: Path, target: Path, *, skipped: tuple[str, ...] = ("lm_head",),
-    dtype: torch.dtype = torch.bfloat16, transposed: bool = False, **options: Any,
-) -> Path:  # fmt: skip
+    directory: Path,
+    target: Path,
+    *,
+    skipped: tuple[str, ...] = ("lm_head",),
+    dtype: torch.dtype = torch.bfloat16,
+    transposed: bool = False,
+    **options: Any,
+) -> Path:
     """Write a model's linears in 4 bits to ``target``, and dequantised again to ``directory``.
 
     ``skipped``: parts of names of weights that stay in full. ``transposed``: the model stores its

@@ -35,9 +35,7 @@ class GatedServer(Served):
             FOLDER_VARIABLE: str(folder),
             "PYTHONPATH": os.pathsep.join(paths),
         }
-        super().__init__(
-            *arguments, environment=environment, command=[sys.executable, "-P", "-m", __name__]
-        )
+        super().__init__(*arguments, environment=environment, command=[sys.executable, "-P", "-m", __name__])
 
     def close(self) -> None:
         """End it with the gates open."""
@@ -46,9 +44,7 @@ class GatedServer(Served):
         super().close()
 
 
-def build(
-    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
-) -> EngineAssembly:
+def build(config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool) -> EngineAssembly:
     """Build the engine of such a server, in its own process."""
     files, gate = _gates(Path(os.environ[FOLDER_VARIABLE]))
     _patches.enter_context(files.before_files())

@@ -173,10 +173,14 @@ class ScriptedEngine:
             removed = [name for name in sent if name not in self.adapters]
             sent = dict(self.adapters)
             state = EngineState(
-                incarnation=self.incarnation, beat=self.beat, is_ready=self.is_ready,
-                load=self._load(), adapters=tuple(changed), removed=tuple(removed),
+                incarnation=self.incarnation,
+                beat=self.beat,
+                is_ready=self.is_ready,
+                load=self._load(),
+                adapters=tuple(changed),
+                removed=tuple(removed),
                 accepted=self._accepted(),
-            )  # fmt: skip
+            )
             with contextlib.suppress(ConnectionError):
                 await stream.send(state)
             await asyncio.sleep(_STATE_EVERY_S)
@@ -184,11 +188,16 @@ class ScriptedEngine:
 
     def _load(self) -> EngineLoadState:
         return EngineLoadState(
-            num_running_by_rank={}, num_waiting_by_rank={},
-            queued_prefill_tokens=self.queued_tokens, running_context_tokens=0,
-            free_kv_tokens=100_000, promised_kv_tokens=0, total_kv_tokens=100_000, queued_s=0.0,
+            num_running_by_rank={},
+            num_waiting_by_rank={},
+            queued_prefill_tokens=self.queued_tokens,
+            running_context_tokens=0,
+            free_kv_tokens=100_000,
+            promised_kv_tokens=0,
+            total_kv_tokens=100_000,
+            queued_s=0.0,
             link_backlog_bytes=0,
-        )  # fmt: skip
+        )
 
     def _accepted(self) -> dict[str, Accepted]:
         last: dict[str, int] = {}
@@ -273,9 +282,7 @@ class ScriptedController:
         for stream in self._streams:
             await stream.send(TableChange(sequence=self.sequence, **fields))
         num_streams = len(self._streams)
-        await eventually(
-            lambda: sum(one.sequence == self.sequence for one in self.acks) >= num_streams
-        )
+        await eventually(lambda: sum(one.sequence == self.sequence for one in self.acks) >= num_streams)
 
     async def _table(self, request: web.Request) -> web.StreamResponse:
         stream = EventStream(request, send_timeout_s=1.0)
@@ -324,17 +331,19 @@ class ScriptedController:
         engine.adapters[asked.adapter.name] = PlacedAdapter(
             name=asked.adapter.name, digest="", level="host", rank=8, num_bytes=8000
         )
-        return struct_response(
-            Ensured(incarnation=engine.incarnation, revision=asked.adapter.revision)
-        )
+        return struct_response(Ensured(incarnation=engine.incarnation, revision=asked.adapter.revision))
 
 
 def entry_of(name: str, revision: int = 1, **changes: Any) -> AdapterEntry:
     """An adapter of the table."""
     fields: dict[str, Any] = {
-        "name": name, "revision": revision, "digest": f"digest-{name}-{revision}", "rank": 8,
-        "num_bytes": 8000, "source": f"/adapters/{name}",
-    }  # fmt: skip
+        "name": name,
+        "revision": revision,
+        "digest": f"digest-{name}-{revision}",
+        "rank": 8,
+        "num_bytes": 8000,
+        "source": f"/adapters/{name}",
+    }
     return AdapterEntry(**(fields | changes))
 
 
@@ -342,11 +351,7 @@ class GatewayCluster:
     """A running gateway with its client, controller and engines."""
 
     def __init__(
-        self,
-        url: str,
-        session: ClientSession,
-        controller: ScriptedController,
-        engines: list[ScriptedEngine],
+        self, url: str, session: ClientSession, controller: ScriptedController, engines: list[ScriptedEngine]
     ) -> None:
         self.url = url
         self.session = session
@@ -354,11 +359,7 @@ class GatewayCluster:
         self.engines = engines
 
     async def complete(
-        self,
-        *,
-        path: str = "/v1/completions",
-        headers: Mapping[str, str] | None = None,
-        **fields: Any,
+        self, *, path: str = "/v1/completions", headers: Mapping[str, str] | None = None, **fields: Any
     ) -> tuple[int, bytes]:
         """Send a request; return status and body."""
         body = {"prompt": "Once upon a time", "max_tokens": 3} | fields
@@ -395,9 +396,7 @@ class GatewayCluster:
         _, text = await self.get("/metrics")
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         lines = [line for line in text.splitlines() if line.startswith(f"corun:{name}{{")]
-        return sum(
-            float(line.rpartition(" ")[2]) for line in lines if all(one in line for one in wanted)
-        )
+        return sum(float(line.rpartition(" ")[2]) for line in lines if all(one in line for one in wanted))
 
 
 @contextlib.asynccontextmanager
@@ -418,9 +417,13 @@ async def gateway_cluster(
             engine.url = await stack.enter_async_context(serving(engine.app()))
         controller.url = await stack.enter_async_context(serving(controller.app()))
         settings = GatewaySettings(
-            cluster_key=KEY, gateway_id="gateway", controller_url=controller.url, router=router,
-            num_gateways=1, serve=ServeConfig(port=port, drain_timeout_s=1.0, **options),
-        )  # fmt: skip
+            cluster_key=KEY,
+            gateway_id="gateway",
+            controller_url=controller.url,
+            router=router,
+            num_gateways=1,
+            serve=ServeConfig(port=port, drain_timeout_s=1.0, **options),
+        )
         stop = asyncio.Event()
         running = asyncio.ensure_future(run_gateway(settings, stop))
         session = await stack.enter_async_context(make_session(KEY))

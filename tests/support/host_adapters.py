@@ -31,11 +31,16 @@ class Host:
     """
 
     def __init__(
-        self, device: TorchDevice, size: ArenaSize, *,
-        backend: str = "torch", dtype: torch.dtype = torch.float32,
-        architecture: str = "llama3-rope", gate: FileGate | None = None,
+        self,
+        device: TorchDevice,
+        size: ArenaSize,
+        *,
+        backend: str = "torch",
+        dtype: torch.dtype = torch.float32,
+        architecture: str = "llama3-rope",
+        gate: FileGate | None = None,
         idle_bytes: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``gate``: delays repeated reads. ``idle_bytes``: see ``HostCache``."""
         self.target_map: TargetMap = build_target_map(make_model(architecture))
         self.table = LoraTable(len(self.target_map.targets), 8, "cpu")
@@ -48,9 +53,7 @@ class Host:
         )
         self.arena = self.adapters.arena
         self.cache = HostCache(
-            self.arena.capacity_bytes,
-            is_device_memory=size.is_device_memory,
-            idle_bytes=idle_bytes,
+            self.arena.capacity_bytes, is_device_memory=size.is_device_memory, idle_bytes=idle_bytes
         )
         self._sizes: dict[str, tuple[int, ...]] = {}  # on the host, by content
         self._loads: list[tuple[HostPlace, str]] = []  # under way, or read in place

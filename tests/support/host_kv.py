@@ -52,9 +52,14 @@ class HostTier:
     """The engine's thread: starts transfers, and collects their results when a test says."""
 
     def __init__(
-        self, device: TorchDevice, layout: KvLayout = LAYOUT, *, num_blocks: int = 16,
-        num_slots: int = 16, where: str = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        device: TorchDevice,
+        layout: KvLayout = LAYOUT,
+        *,
+        num_blocks: int = 16,
+        num_slots: int = 16,
+        where: str = "cpu",
+    ) -> None:
         self.device = device
         self.host = HostKv(device, num_slots, layout.block_bytes)
         self.pool = KvPool(layout, num_blocks, torch.device(where))

@@ -22,26 +22,29 @@ SLOW = slow(0)
 HOSTILE = {
     "slow": SLOW,
     "optional": regex("a?" * 30_000),
-    "recursion": schema(
-        {"type": "object", "properties": {f"k{i}": {"$ref": "#"} for i in range(2500)}}
+    "recursion": schema({"type": "object", "properties": {f"k{i}": {"$ref": "#"} for i in range(2500)}}),
+    "chain of references": schema(
+        {
+            "$ref": "#/$defs/d0",
+            "$defs": {
+                f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
+                for i in range(600)
+            }
+            | {"d600": {"type": "string"}},
+        }
     ),
-    "chain of references": schema({
-        "$ref": "#/$defs/d0",
-        "$defs": {
-            f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
-            for i in range(600)
-        } | {"d600": {"type": "string"}},
-    }),
-    "product": schema({
-        "allOf": [
-            {"anyOf": [{"properties": {f"p{i}_{j}": {"type": "integer"}}} for j in range(12)]}
-            for i in range(12)
-        ]
-    }),
+    "product": schema(
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{i}_{j}": {"type": "integer"}}} for j in range(12)]}
+                for i in range(12)
+            ]
+        }
+    ),
     "deep rules": StructuredOutput(
         "grammar",
-        "start: a0\n" + "".join(f'a{i}: a{i + 1} a{i + 1} | "x"\n' for i in range(2500))
-        + 'a2500: "y"', "guided_json",
+        "start: a0\n" + "".join(f'a{i}: a{i + 1} a{i + 1} | "x"\n' for i in range(2500)) + 'a2500: "y"',
+        "guided_json",
     ),
     "parentheses": regex("(" * 30_000 + "a" + ")" * 30_000),
-}  # fmt: skip
+}

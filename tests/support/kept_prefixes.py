@@ -9,9 +9,13 @@ NAMESPACE = b"n"
 
 
 def keep(
-    memory: DeviceMemory, first_token: int, num_blocks: int, *,
-    adapter_id: AdapterId = BASE_ADAPTER, namespace: bytes = NAMESPACE,
-) -> list[KvNode]:  # fmt: skip
+    memory: DeviceMemory,
+    first_token: int,
+    num_blocks: int,
+    *,
+    adapter_id: AdapterId = BASE_ADAPTER,
+    namespace: bytes = NAMESPACE,
+) -> list[KvNode]:
     """Let a request compute so many blocks, and end."""
     block_ids = memory.pool.allocate(num_blocks)
     assert block_ids is not None

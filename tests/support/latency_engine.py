@@ -93,10 +93,11 @@ class LatencyServer:
         # A full pipe without a reader would block it.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [*COMMAND, "serve", model, "--port", str(port), "--allow-runtime-lora-updating",
-             *arguments],
-            env=settings.environment(), stdin=subprocess.DEVNULL, stderr=self._log,
-        )  # fmt: skip
+            [*COMMAND, "serve", model, "--port", str(port), "--allow-runtime-lora-updating", *arguments],
+            env=settings.environment(),
+            stdin=subprocess.DEVNULL,
+            stderr=self._log,
+        )
         self.url = ""
 
     @property
@@ -145,9 +146,13 @@ def save_tiny_adapter(directory: Path, *, rank: int = 8, seed: int = 0) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / _WEIGHTS)
     fields = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank,
-        "target_modules": ["q_proj"], "base_model_name_or_path": None,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": None,
+    }
     (directory / _CONFIG).write_bytes(msgspec.json.encode(fields))
     return directory
 
@@ -173,9 +178,7 @@ class _Files:
         facts = self._facts(str(path))
         return AdapterOutline(facts.rank, facts.num_bytes)
 
-    def read(
-        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
-    ) -> AdapterContent:
+    def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         facts = self._facts(str(path))
         is_kept = make_room(facts.host_bytes) is not None
         return AdapterContent(facts, is_kept=is_kept)
@@ -246,9 +249,7 @@ class LatencyAssembly:
         self.executor.close()
 
 
-def build(
-    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
-) -> LatencyAssembly:
+def build(config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool) -> LatencyAssembly:
     """The factory; the settings are in the environment."""
     settings = _settings()
     machine = settings.found_machine
@@ -277,9 +278,7 @@ def build(
     )
     core.executor = executor
     manager.attach(core)
-    return LatencyAssembly(
-        core, _model_info(config, name, machine), manager, _tokenizer(), executor
-    )
+    return LatencyAssembly(core, _model_info(config, name, machine), manager, _tokenizer(), executor)
 
 
 def _settings() -> LatencySettings:
@@ -289,13 +288,24 @@ def _settings() -> LatencySettings:
 def _model_info(config: EngineConfig, name: str, machine: SimulatedMachine) -> ModelInfo:
     num_tokens = machine.num_blocks * machine.block_size
     return ModelInfo(
-        name=name, dtype="float32", device="latency", max_model_len=min(num_tokens, 1 << 15),
-        vocab_size=VOCAB_SIZE, eos_token_ids=(END_TOKEN,), default_sampling={},
-        kv_capacity_tokens=num_tokens, memory_bytes=machine.memory_bytes,
-        max_num_waiting=config.max_num_waiting, model_path=str(config.model), device_choices={},
-        backends={}, summary=(f"a model of {machine.name}",), max_queue_s=config.max_queue_s,
-        base_fingerprint=BASE_FINGERPRINT, adapter_bytes_per_rank=machine.adapter_bytes_per_rank,
-    )  # fmt: skip
+        name=name,
+        dtype="float32",
+        device="latency",
+        max_model_len=min(num_tokens, 1 << 15),
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(END_TOKEN,),
+        default_sampling={},
+        kv_capacity_tokens=num_tokens,
+        memory_bytes=machine.memory_bytes,
+        max_num_waiting=config.max_num_waiting,
+        model_path=str(config.model),
+        device_choices={},
+        backends={},
+        summary=(f"a model of {machine.name}",),
+        max_queue_s=config.max_queue_s,
+        base_fingerprint=BASE_FINGERPRINT,
+        adapter_bytes_per_rank=machine.adapter_bytes_per_rank,
+    )
 
 
 def _tokenizer() -> TokenizerSpec:

@@ -32,11 +32,19 @@ BARE_ENGINE = (sys.executable, "-S", str(Path(__file__).with_name("bare_engine.p
 # The state that a bare engine reports.
 os.environ["BARE_ENGINE_PROFILE"] = msgspec.json.encode(
     EngineProfile(
-        model="bare", base_fingerprint="f", dtype="float32", max_model_len=128,
-        max_num_batched_tokens=64, max_num_seqs=4, block_size=16, adapter_bytes_per_rank=1,
-        file_bytes_per_s=1e9, kv_bytes_per_token=64, machine=MODEL,
+        model="bare",
+        base_fingerprint="f",
+        dtype="float32",
+        max_model_len=128,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        block_size=16,
+        adapter_bytes_per_rank=1,
+        file_bytes_per_s=1e9,
+        kv_bytes_per_token=64,
+        machine=MODEL,
     )
-).decode()  # fmt: skip
+).decode()
 SHARED = MachineDivision((EngineShare(num_threads=1),), ())
 
 
@@ -48,9 +56,15 @@ def local_launcher(
 ) -> LocalLauncher:
     """A launcher of bare engines as processes."""
     return LocalLauncher(
-        division=division, engine=engine or EngineConfig(), serve=ServeConfig(), host="127.0.0.1",
-        cluster_key=KEY, directory=directory, command=BARE_ENGINE, session=session,
-    )  # fmt: skip
+        division=division,
+        engine=engine or EngineConfig(),
+        serve=ServeConfig(),
+        host="127.0.0.1",
+        cluster_key=KEY,
+        directory=directory,
+        command=BARE_ENGINE,
+        session=session,
+    )
 
 
 def received_by(url: str | None) -> dict[str, Any]:

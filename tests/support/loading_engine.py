@@ -81,9 +81,7 @@ class HeldLink(PacedLink):
     def let(self, num_copies: int) -> None:
         self._passes.release(num_copies)
 
-    def begin(
-        self, direction: Direction, num_bytes: int, *, start_s: float | None = None
-    ) -> LinkTransfer:
+    def begin(self, direction: Direction, num_bytes: int, *, start_s: float | None = None) -> LinkTransfer:
         deadline_s = time.monotonic() + TIMEOUT_S
         while not self.is_open and not self._passes.acquire(timeout=0.001):
             assert time.monotonic() < deadline_s, "a copy was never let go"
@@ -99,10 +97,7 @@ def _files() -> tuple[tempfile.TemporaryDirectory[str], dict[str, dict[int, torc
     directory = tempfile.TemporaryDirectory()
     target_map = build_target_map(make_model("llama3-rope"))
     sums: dict[str, dict[int, torch.Tensor]] = {}
-    options: dict[str, dict[str, Any]] = {
-        "d": {"r": 3, "target_modules": ["q_proj"]},
-        "e": {"r": 16},
-    }
+    options: dict[str, dict[str, Any]] = {"d": {"r": 3, "target_modules": ["q_proj"]}, "e": {"r": 16}}
     for seed, name in enumerate(dict.fromkeys(CONTENTS + SIZES)):
         path = Path(directory.name) / name
         wanted = {"target_modules": ["q_proj", "v_proj", "up_proj"]} | options.get(name, {})
@@ -191,9 +186,7 @@ class _Runner:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _are_right(
-        self, contents: Sequence[str | None], index: int, y: torch.Tensor
-    ) -> torch.Tensor:
+    def _are_right(self, contents: Sequence[str | None], index: int, y: torch.Tensor) -> torch.Tensor:
         zero = torch.zeros(y.shape[1])
         sums = _files()[1]
         wanted = torch.stack([sums[c].get(index, zero) if c else zero for c in contents])
@@ -238,9 +231,13 @@ class LoadingEngine:
     """Requests in, events out; the adapters' versions are kept here."""
 
     def __init__(
-        self, rng: random.Random, plan: MemoryPlan | None = None, *,
-        arena_bytes: int = _ARENA_BYTES, contents: str = CONTENTS,
-    ) -> None:  # fmt: skip
+        self,
+        rng: random.Random,
+        plan: MemoryPlan | None = None,
+        *,
+        arena_bytes: int = _ARENA_BYTES,
+        contents: str = CONTENTS,
+    ) -> None:
         """A plan without a slab lets blocks and adapters share all of it."""
         plan = plan or random_memory(rng)
         self.link = HeldLink()
@@ -249,10 +246,15 @@ class LoadingEngine:
         self.backend = TorchLora(self.table, dtype=torch.float32)
         slab = None if plan.slab_bytes is None else SlabSize(plan.slab_bytes, _MAX_RANK)
         self.host = HostAdapters(
-            self.device, self.backend, torch.float32, torch.device("cpu"), _target_map(),
-            replace(copied(arena_bytes), slab=slab), _open,
+            self.device,
+            self.backend,
+            torch.float32,
+            torch.device("cpu"),
+            _target_map(),
+            replace(copied(arena_bytes), slab=slab),
+            _open,
             lambda layer_bytes: range(len(layer_bytes)),
-        )  # fmt: skip
+        )
         compute = self.device.stream("compute")
         self.device.adopt(compute)
         self.host.set_compute_stream(compute)
@@ -380,9 +382,7 @@ class LoadingEngine:
         is_held = not self.link.is_open
         kinds = {batch.kind for batch in plan.sub_batches}
         self.link.is_open |= SubBatchKind.ASSISTED in kinds
-        self._first_blocks = {
-            r.request_id: r.block_ids[0] for r in self.scheduler.requests if r.block_ids
-        }
+        self._first_blocks = {r.request_id: r.block_ids[0] for r in self.scheduler.requests if r.block_ids}
         self.executor.submit(plan)
         self.link.is_open = not is_held
 
@@ -391,9 +391,7 @@ class LoadingEngine:
         retried = {row.request_id for row in result.rows if row.outcome is Outcome.RETRY}
         passes, blocks = self._runner.passes, self._first_blocks
         for batch in plan.sub_batches:
-            is_right = passes.pop(
-                tuple(blocks[request_id] for request_id in batch.request_ids), None
-            )
+            is_right = passes.pop(tuple(blocks[request_id] for request_id in batch.request_ids), None)
             if is_right is None:  # it was refused
                 assert retried.issuperset(batch.request_ids)
                 continue
@@ -440,9 +438,7 @@ class LoadingEngine:
         adapter = self.host.register(path, make_room)
         if place is not None:
             self.memory.registrations.end(place.place_id, adapter.digest)
-        return AdapterFacts(
-            adapter.digest, adapter.rank, adapter.num_bytes, host_bytes=adapter.host_bytes
-        )
+        return AdapterFacts(adapter.digest, adapter.rank, adapter.num_bytes, host_bytes=adapter.host_bytes)
 
     def _check_host(self) -> None:
         """Check the account against the arena, except contents to be read or evicted."""

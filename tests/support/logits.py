@@ -20,9 +20,13 @@ class LogitCase:
         columns = rng.integers(0, num_columns, 5)
         # A token twice, as one with a bias that is forbidden, and one beyond the vocabulary.
         self.entries = [
-            (0, int(columns[0]), 2.5), (0, int(columns[1]), -np.inf), (0, int(columns[1]), 5.0),
-            (2, int(columns[2]), -1.5), (1, num_columns + 3, 7.0), (2, num_columns, 7.0),
-        ]  # fmt: skip
+            (0, int(columns[0]), 2.5),
+            (0, int(columns[1]), -np.inf),
+            (0, int(columns[1]), 5.0),
+            (2, int(columns[2]), -1.5),
+            (1, num_columns + 3, 7.0),
+            (2, num_columns, 7.0),
+        ]
 
     def packed_entries(self) -> NDArray[np.int32]:
         """The entries as the kernels take them: int32 [3, entries]."""

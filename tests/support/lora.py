@@ -55,9 +55,7 @@ CASES = (
 )
 
 
-def make_batch(
-    segments: Sequence[tuple[int, int, int]], table: LoraTable, rows: Sequence[int]
-) -> LoraBatch:
+def make_batch(segments: Sequence[tuple[int, int, int]], table: LoraTable, rows: Sequence[int]) -> LoraBatch:
     """A batch over adapters with the table rows ``rows``."""
     starts = tuple(start for start, _, _ in segments)
     ends = tuple(end for _, end, _ in segments)

@@ -31,6 +31,5 @@ def machine(
 
 # 16 CPUs: two sockets of four cores with two threads each, numbered as Linux does.
 TWO_SOCKETS = machine(
-    tuple((i, i + 8) for i in range(8)),
-    nodes=((*range(4), *range(8, 12)), (*range(4, 8), *range(12, 16))),
+    tuple((i, i + 8) for i in range(8)), nodes=((*range(4), *range(8, 12)), (*range(4, 8), *range(12, 16)))
 )

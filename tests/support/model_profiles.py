@@ -38,15 +38,12 @@ def save_made_up_profile(config: EngineConfig, path: Path, figures: Figures | No
     figures = figures or Figures()
     subject = _subject(config)
     num_layers, groups = subject.shape.num_layers, subject.shape.groups
-    base_s = Curve(
-        figures.step_s.x, tuple(y / num_layers / len(groups) / 2 for y in figures.step_s.y)
-    )
+    base_s = Curve(figures.step_s.x, tuple(y / num_layers / len(groups) / 2 for y in figures.step_s.y))
     model = MachineModel(
         num_layers=num_layers,
         step_s=figures.step_s,
         groups=tuple(
-            GroupModel(name, base_s, CurveFamily((16.0,), (figures.delta_s,)))
-            for name, _, _ in groups
+            GroupModel(name, base_s, CurveFamily((16.0,), (figures.delta_s,))) for name, _, _ in groups
         ),
         invocation_s=2e-5,
         lora=LoraModel(1e-9, 1e-5, 1e-12, 1e-5),
@@ -55,8 +52,7 @@ def save_made_up_profile(config: EngineConfig, path: Path, figures: Figures | No
         tokens_per_worker=figures.tokens_per_worker,
     )
     save_profile(
-        replace(PROFILE, subject=subject, model=model, min_group_bytes=figures.min_group_bytes),
-        path,
+        replace(PROFILE, subject=subject, model=model, min_group_bytes=figures.min_group_bytes), path
     )
     return path
 

@@ -19,9 +19,15 @@ class Loads:
         self.table = TransferTable()
 
     def begin(
-        self, adapter_id: int, group_bytes: tuple[int, ...], now_s: float = 0.0,
-        *, is_demand: bool = True, is_on_host: bool = True, adapter: AdapterFacts | None = None,
-    ) -> OpenLoad:  # fmt: skip
+        self,
+        adapter_id: int,
+        group_bytes: tuple[int, ...],
+        now_s: float = 0.0,
+        *,
+        is_demand: bool = True,
+        is_on_host: bool = True,
+        adapter: AdapterFacts | None = None,
+    ) -> OpenLoad:
         """``adapter``: its facts; without, of one that has only these layer groups."""
         if adapter is None:
             groups = tuple(range(len(group_bytes)))
@@ -44,9 +50,7 @@ class Loads:
     def arrived(self, adapter_id: int, num_groups: int, now_s: float = 0.0) -> None:
         self.table.arrived(TransferProgress(self[adapter_id].transfer_id, num_groups), now_s)
 
-    def read(
-        self, adapter_id: int, num_groups: int, read_s: float, now_s: float
-    ) -> tuple[int, float]:
+    def read(self, adapter_id: int, num_groups: int, read_s: float, now_s: float) -> tuple[int, float]:
         """New bytes, and how long they took."""
         progress = TransferRead(self[adapter_id].transfer_id, num_groups, read_s)
         return self.table.read(progress, now_s)

@@ -73,9 +73,14 @@ class ParityCase:
     """A model directory and its adapters, with their truth in any dtype."""
 
     def __init__(
-        self, architecture: str, directory: Path, *, seed: int = 0,
-        specs: Sequence[AdapterSpec] = ADAPTER_SPECS, quantization: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        architecture: str,
+        directory: Path,
+        *,
+        seed: int = 0,
+        specs: Sequence[AdapterSpec] = ADAPTER_SPECS,
+        quantization: str | None = None,
+    ) -> None:
         """``quantization``: what base weights are that, and those of the head, before they are
         dequantised again.
         """
@@ -94,9 +99,7 @@ class ParityCase:
         for number, spec in enumerate(specs):
             path = directory / "adapters" / spec.name
             options = {"target_modules": targets, **spec.options}
-            save_adapter(
-                path, architecture, seed=seed + number, num_tokens=spec.num_tokens, **options
-            )
+            save_adapter(path, architecture, seed=seed + number, num_tokens=spec.num_tokens, **options)
             edit_config(path, base_model_name_or_path=None)
             self.adapters[spec.name] = path
             self.num_tokens[spec.name] = spec.num_tokens or VOCAB_SIZE
@@ -210,10 +213,7 @@ class HalfErrors:
     """
 
     def __init__(
-        self,
-        case: ParityCase,
-        dtype: torch.dtype = torch.bfloat16,
-        control: ParityCase | None = None,
+        self, case: ParityCase, dtype: torch.dtype = torch.bfloat16, control: ParityCase | None = None
     ) -> None:
         self._case = case
         self._dtype = dtype
@@ -243,9 +243,7 @@ class HalfErrors:
         """All choices of one prompt."""
         for choice in output.outputs:
             assert choice.logprobs is not None
-            candidates = [
-                {token: found.logprob for token, found in one.items()} for one in choice.logprobs
-            ]
+            candidates = [{token: found.logprob for token, found in one.items()} for one in choice.logprobs]
             self.add(adapter, output.prompt_token_ids, choice.token_ids, candidates)
 
     @property
@@ -296,9 +294,7 @@ def check_half(case: ParityCase, answers: Answers, dtype: torch.dtype = torch.bf
     errors.check()
 
 
-def largest_error(
-    case: ParityCase, output: Any, adapter: str | None, *, is_greedy: bool = True
-) -> float:
+def largest_error(case: ParityCase, output: Any, adapter: str | None, *, is_greedy: bool = True) -> float:
     """Largest error of the log-probabilities of all choices against float32 truth, as a share.
 
     Also asserts that every greedy token is a maximum of the truth, up to a near-tie.
@@ -308,9 +304,7 @@ def largest_error(
         tokens = [*output.prompt_token_ids, *choice.token_ids]
         truth = case.truth(adapter, tokens, len(output.prompt_token_ids), torch.float32)
         scale = float(truth.abs().max())
-        for position, (token, candidates) in enumerate(
-            zip(choice.token_ids, choice.logprobs, strict=True)
-        ):
+        for position, (token, candidates) in enumerate(zip(choice.token_ids, choice.logprobs, strict=True)):
             row = truth[position]
             for candidate, logprob in candidates.items():
                 worst = max(worst, abs(logprob.logprob - float(row[candidate])) / scale)

@@ -17,9 +17,13 @@ CONFIG = "adapter_config.json"
 
 
 def save_adapter(
-    directory: Path, architecture: str = "llama3-rope", *, seed: int = 0,
-    num_tokens: int | None = None, **config: Any,
-) -> PeftModel:  # fmt: skip
+    directory: Path,
+    architecture: str = "llama3-rope",
+    *,
+    seed: int = 0,
+    num_tokens: int | None = None,
+    **config: Any,
+) -> PeftModel:
     """Save an adapter made by PEFT in ``directory`` and return the model that it was made with.
 
     ``num_tokens``: of its vocabulary; None = as many as the base.
@@ -86,9 +90,7 @@ def edit_tensors(directory: Path, **changes: Any) -> None:
 def rename_tensors(directory: Path, old: str, new: str) -> None:
     """Replace ``old`` by ``new`` in the names of all saved tensors."""
     tensors = load_file(directory / WEIGHTS)
-    save_file(
-        {name.replace(old, new): value for name, value in tensors.items()}, directory / WEIGHTS
-    )
+    save_file({name.replace(old, new): value for name, value in tensors.items()}, directory / WEIGHTS)
 
 
 def write_raw_safetensors(path: Path, header: bytes, data: bytes = b"") -> None:

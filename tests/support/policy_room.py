@@ -47,9 +47,7 @@ def facts_for(**facts: Any) -> PolicyFacts:
 class PolicyRoom:
     """Runs requests in as much room as ``facts`` say, and holds the policy to its interface."""
 
-    def __init__(
-        self, policy: SchedulerPolicy, facts: PolicyFacts, *, max_num_seqs: int = 16
-    ) -> None:
+    def __init__(self, policy: SchedulerPolicy, facts: PolicyFacts, *, max_num_seqs: int = 16) -> None:
         self.policy = policy
         self.capacity_tokens = facts.capacity_tokens
         self.max_num_seqs = max_num_seqs

@@ -22,9 +22,7 @@ PINNED = (
 # Each of its tests is a run of others, minutes long.
 _EACH_ALONE = "tests/test_levels.py"
 # The demo, served once.
-SERVED = tuple(
-    f"tests/e2e/test_{name}.py" for name in ("adapter_updates", "answers", "readme", "sampling")
-)
+SERVED = tuple(f"tests/e2e/test_{name}.py" for name in ("adapter_updates", "answers", "readme", "sampling"))
 
 
 def group_of(path: str) -> str:

@@ -12,9 +12,7 @@ DEADLINE_S = 60.0
 
 
 @contextlib.contextmanager
-def program(
-    code: str, *arguments: object, pass_fds: Sequence[int] = ()
-) -> Iterator[subprocess.Popen[str]]:
+def program(code: str, *arguments: object, pass_fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[str]]:
     """Run ``code`` in a fresh interpreter; killed and reaped at the end."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *(str(argument) for argument in arguments)],
@@ -31,9 +29,7 @@ def program(
             process.kill()
 
 
-def running_below(
-    module: str, pid: int | None = None, *, recursive: bool = False
-) -> list[psutil.Process]:
+def running_below(module: str, pid: int | None = None, *, recursive: bool = False) -> list[psutil.Process]:
     """Children of a process, by default of this one, that run ``module`` and have not ended."""
     found = []
     for child in psutil.Process(pid).children(recursive=recursive):

@@ -26,9 +26,7 @@ from corun.profiles.profile import (
 )
 
 _CURVE = Curve((1.0, 64.0, 512.0), (0.001, 0.002, 0.016))
-_DECODE = FitRecord(
-    Fit(Plane((1e-9,), 1e-5), 0.99, 3, 3), ((1e6,), (2e6,), (4e6,)), (1e-3, 2e-3, 4e-3)
-)
+_DECODE = FitRecord(Fit(Plane((1e-9,), 1e-5), 0.99, 3, 3), ((1e6,), (2e6,), (4e6,)), (1e-3, 2e-3, 4e-3))
 _PREFILL = FitRecord(
     Fit(Plane((1e-12, 1e-6, 2e-12), 1e-5), 0.98, 2, 2),
     ((1e9, 8.0, 1.25e8), (2e9, 16.0, 1.25e8)),
@@ -75,9 +73,7 @@ PROFILE = Profile(
     reference_rank=64,
     budgets=(RankBudget(8, 1 << 20, 512), RankBudget(64, 8 << 20, 64)),
     deltas=(
-        DeltaCurves(
-            "q_proj", 192, (("numba", _CURVE), ("torch", _CURVE)), ((1, "numba"), (128, "torch"))
-        ),
+        DeltaCurves("q_proj", 192, (("numba", _CURVE), ("torch", _CURVE)), ((1, "numba"), (128, "torch"))),
     ),
     delta_points=(DeltaPoint("numba", 1, 192, 36864, 10.0),),
     step_fit=_STEPS,

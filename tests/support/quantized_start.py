@@ -26,9 +26,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 def save(directory: Path) -> None:
     """200 MiB of float32, nearly all of it in linears."""
     config = AutoConfig.for_model(
-        "llama", vocab_size=96, hidden_size=1024, intermediate_size=1024, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=8, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        "llama",
+        vocab_size=96,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
 
 
@@ -61,10 +68,7 @@ def main(mode: str, directory: Path) -> None:
         plan = Quantization(None, None, StoredQuantization("bitsandbytes"))
         store_in_four_bits(directory)
     packed = PackedWeight.of(quantize(torch.randn(64, 64), 8))
-    for warmed in (
-        QuantizedLinear(packed, None),
-        NumbaLinear(torch.randn(64, 64).bfloat16(), None),
-    ):
+    for warmed in (QuantizedLinear(packed, None), NumbaLinear(torch.randn(64, 64).bfloat16(), None)):
         warmed(torch.randn(3, 64).bfloat16())  # compiles its kernels
     source = ModelSource(str(directory))
     linears = QuantizedLinears(source, load_config(source), plan, None)

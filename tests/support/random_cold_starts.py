@@ -16,9 +16,8 @@ class RandomColdStarts(ColdStarts):
     file_bytes_per_s = 1e6
 
     def __init__(
-        self, rng: random.Random, transfers: TransferTable,
-        *, start_share: float, blocking_share: float,
-    ) -> None:  # fmt: skip
+        self, rng: random.Random, transfers: TransferTable, *, start_share: float, blocking_share: float
+    ) -> None:
         self._rng = rng
         self._transfers = transfers
         self._start_share = start_share

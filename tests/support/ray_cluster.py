@@ -299,10 +299,20 @@ def _separate_network() -> Iterator[None]:
 def _separate_node(address: str) -> Iterator[None]:
     """A node inside the namespace."""
     command = [
-        "ip", "netns", "exec", _NAMESPACE, sys.executable, "-m", "ray.scripts.scripts", "start",
-        f"--address={address}", f"--node-ip-address={SEPARATE_HOST}", "--num-cpus=1",
-        f"--object-store-memory={_STORE_BYTES}", "--block",
-    ]  # fmt: skip
+        "ip",
+        "netns",
+        "exec",
+        _NAMESPACE,
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        f"--address={address}",
+        f"--node-ip-address={SEPARATE_HOST}",
+        "--num-cpus=1",
+        f"--object-store-memory={_STORE_BYTES}",
+        "--block",
+    ]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -333,9 +343,21 @@ def redis() -> Iterator[int]:
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
         process = subprocess.Popen(
-            [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", directory,
-             "--protected-mode", "no"], stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                program,
+                "--port",
+                str(port),
+                "--bind",
+                "127.0.0.1",
+                "--save",
+                "",
+                "--dir",
+                directory,
+                "--protected-mode",
+                "no",
+            ],
+            stdout=subprocess.DEVNULL,
+        )
         try:
             deadline_s = time.monotonic() + _DEADLINE_S
             while True:

@@ -82,13 +82,17 @@ class RecordedVllm:
     def app(self) -> web.Application:
         """Its routes."""
         app = web.Application(middlewares=[self._check_key], client_max_size=1 << 24)
-        app.add_routes([
-            web.get("/health", self._health), web.get("/version", self._version),
-            web.get("/metrics", self._metrics), web.get("/v1/models", self._models),
-            web.post("/v1/completions", self._complete),
-            web.post("/v1/chat/completions", self._complete),
-            web.post("/tokenize", self._tokenize),
-        ])  # fmt: skip
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/version", self._version),
+                web.get("/metrics", self._metrics),
+                web.get("/v1/models", self._models),
+                web.post("/v1/completions", self._complete),
+                web.post("/v1/chat/completions", self._complete),
+                web.post("/tokenize", self._tokenize),
+            ]
+        )
         if self.options.updates_loras:
             app.add_routes(
                 [
@@ -139,10 +143,15 @@ class RecordedVllm:
     async def _models(self, request: web.Request) -> web.Response:
         def card(name: str, root: str, parent: str | None) -> dict[str, Any]:
             return {
-                "id": name, "object": "model", "created": int(time.time()), "owned_by": "vllm",
-                "root": root, "parent": parent, "permission": [],
+                "id": name,
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "vllm",
+                "root": root,
+                "parent": parent,
+                "permission": [],
                 "max_model_len": None if parent else self.options.max_model_len,
-            }  # fmt: skip
+            }
 
         cards = [card(BASE, self.options.root, None)]
         cards += [card(name, one.path, BASE) for name, one in self.loaded.items()]
@@ -175,9 +184,7 @@ class RecordedVllm:
         name = (await request.json())["lora_name"]
         if not name:
             return _refused(
-                400,
-                "'lora_name' needs to be provided to unload a LoRA adapter.",
-                "InvalidUserInput",
+                400, "'lora_name' needs to be provided to unload a LoRA adapter.", "InvalidUserInput"
             )
         if self.loaded.pop(name, None) is None:
             return _refused(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
@@ -188,10 +195,9 @@ class RecordedVllm:
         self.tokenized.append(body)
         prompt = body["prompt"]
         tokens = list(prompt.encode())
-        return web.json_response({
-            "count": len(tokens), "max_model_len": MAX_MODEL_LEN, "tokens": tokens,
-            "token_strs": None,
-        })  # fmt: skip
+        return web.json_response(
+            {"count": len(tokens), "max_model_len": MAX_MODEL_LEN, "tokens": tokens, "token_strs": None}
+        )
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -199,10 +205,7 @@ class RecordedVllm:
         model, is_chat = body.get("model") or BASE, "chat" in request.path
         if model != BASE and model not in self.loaded:
             return _refused(
-                404,
-                f"The model `{model}` does not exist. Valid aliases: tiny.",
-                "NotFoundError",
-                "model",
+                404, f"The model `{model}` does not exist. Valid aliases: tiny.", "NotFoundError", "model"
             )
         prompt = body["messages"] if is_chat else body["prompt"]
         num_tokens = len(prompt) if isinstance(prompt, str | list) else 1
@@ -286,8 +289,12 @@ class _Answer:
 
     def _head(self) -> dict[str, Any]:
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {"id": "cmpl-8f211b1f9c8149ac", "object": kind, "created": int(time.time()),
-                "model": self.model}  # fmt: skip
+        return {
+            "id": "cmpl-8f211b1f9c8149ac",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model,
+        }
 
 
 def _error(status: int, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
@@ -326,8 +333,7 @@ class VllmProcess:
         command = [sys.executable, "-P", "-m", "support.recorded_vllm", str(port)]
         tests = str(Path(__file__).parents[1])
         self.process = subprocess.Popen(
-            [*command, json.dumps(asdict(options))],
-            env={"PYTHONPATH": tests, "PATH": ""},
+            [*command, json.dumps(asdict(options))], env={"PYTHONPATH": tests, "PATH": ""}
         )
 
     def wait(self) -> None:

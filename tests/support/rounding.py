@@ -32,11 +32,7 @@ class RoundingErrors:
 
 
 def rounding_errors(
-    case: ParityCase,
-    outputs: list[Any],
-    *,
-    without: dict[str, Any],
-    dtype: torch.dtype = torch.bfloat16,
+    case: ParityCase, outputs: list[Any], *, without: dict[str, Any], dtype: torch.dtype = torch.bfloat16
 ) -> RoundingErrors:
     """Errors of the base's answers, each with one choice of as many tokens.
 

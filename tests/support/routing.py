@@ -62,9 +62,7 @@ def server_report(**changes: Any) -> ServerReport:
 def servers_of(*reports: ServerReport, costs: ServerCosts | None = None) -> list[ServerView]:
     """Servers s0, s1, ... of one kind."""
     costs = costs or server_costs()
-    return [
-        ServerView(ServerId(f"s{index}"), costs, report) for index, report in enumerate(reports)
-    ]
+    return [ServerView(ServerId(f"s{index}"), costs, report) for index, report in enumerate(reports)]
 
 
 def request_of(rank: int = 0, **changes: Any) -> RouteRequest:

@@ -33,11 +33,18 @@ def facts(num_bytes: int, content: str = "content") -> AdapterFacts:
 
 
 def make_memory(
-    *, num_blocks: int = 64, capacity_bytes: int | None = None, block_bytes: int = BLOCK_BYTES,
-    slab_bytes: int | None = None, host: HostCache | None = None, keeps_prefixes: bool = False,
-    max_history_blocks: int | None = None, policy: str | MakeMemoryPolicy = "lru",
-    num_host_slots: int = 0, token_s: float = 1.0,
-) -> DeviceMemory:  # fmt: skip
+    *,
+    num_blocks: int = 64,
+    capacity_bytes: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    slab_bytes: int | None = None,
+    host: HostCache | None = None,
+    keeps_prefixes: bool = False,
+    max_history_blocks: int | None = None,
+    policy: str | MakeMemoryPolicy = "lru",
+    num_host_slots: int = 0,
+    token_s: float = 1.0,
+) -> DeviceMemory:
     """A budget that just holds the blocks and the adapters' slab, by default.
 
     ``token_s``: what computing one takes; at 0 nothing is ever copied back from the host.
@@ -181,8 +188,7 @@ def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExe
     )
     running = RequestStatus.RUNNING  # others that hold a table have been preempted, or have ended
     executor.kv.is_live = lambda request_id: any(
-        request.request_id == request_id and request.status is running
-        for request in scheduler.requests
+        request.request_id == request_id and request.status is running for request in scheduler.requests
     )
     return executor
 

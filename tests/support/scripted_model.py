@@ -76,12 +76,19 @@ def save_scripted_model(directory: Path) -> None:
     num_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=num_tokens, hidden_size=math.ceil(num_tokens / 64) * 64,
-            intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, max_position_embeddings=MAX_MODEL_LEN,
-            eos_token_id=tokenizer.token_to_id(_END), bos_token_id=None, pad_token_id=None,
+            vocab_size=num_tokens,
+            hidden_size=math.ceil(num_tokens / 64) * 64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=MAX_MODEL_LEN,
+            eos_token_id=tokenizer.token_to_id(_END),
+            bos_token_id=None,
+            pad_token_id=None,
         )
-    )  # fmt: skip
+    )
     weights = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
     weights |= {name: one + 1 for name, one in weights.items() if "norm" in name}
     hidden = model.config.hidden_size

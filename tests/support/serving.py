@@ -32,10 +32,7 @@ class Served:
     """A server that is ready, and the processes it consists of. Closing it leaves none."""
 
     def __init__(
-        self,
-        *arguments: str,
-        environment: Mapping[str, str] | None = None,
-        command: Sequence[str] = (),
+        self, *arguments: str, environment: Mapping[str, str] | None = None, command: Sequence[str] = ()
     ) -> None:
         """``command``: what to run in place of the console script."""
         self.log_lines: list[str] = []
@@ -55,19 +52,14 @@ class Served:
             self.close()
             raise
         children = psutil.Process(self.process.pid).children(recursive=True)
-        (self.engine,) = running_below(
-            "corun.runtime.engine.process", self.process.pid, recursive=True
-        )
+        (self.engine,) = running_below("corun.runtime.engine.process", self.process.pid, recursive=True)
         self.processes = [psutil.Process(self.process.pid), *children]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 

@@ -31,9 +31,7 @@ _PER_TOKEN_S = Curve((0.0, 10.0), (0.0, 10.0))
 MODEL = MachineModel(
     num_layers=2,
     step_s=_PER_TOKEN_S,
-    groups=(
-        GroupModel("q_proj", Curve((0.0, 10.0), (0.0, 1.0)), CurveFamily((8.0,), (_PER_TOKEN_S,))),
-    ),
+    groups=(GroupModel("q_proj", Curve((0.0, 10.0), (0.0, 1.0)), CurveFamily((8.0,), (_PER_TOKEN_S,))),),
     invocation_s=0.25,
     lora=LoraModel(0.0, 0.0, 0.0, 0.0),
     link=LinkModel(1000.0, 0.5),
@@ -74,10 +72,14 @@ class DrivenExecutor:
         self._next_step_id = 1
 
     def submit(
-        self, *batches: SubBatch, new: tuple[NewRequest, ...] = (),
-        transfers: tuple[Transfer, ...] = (), promoted: tuple[int, ...] = (),
-        forget: tuple[int, ...] = (), evict: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        *batches: SubBatch,
+        new: tuple[NewRequest, ...] = (),
+        transfers: tuple[Transfer, ...] = (),
+        promoted: tuple[int, ...] = (),
+        forget: tuple[int, ...] = (),
+        evict: tuple[int, ...] = (),
+    ) -> None:
         plan = StepPlan(
             StepId(self._next_step_id),
             batches,
@@ -100,15 +102,12 @@ class DrivenExecutor:
 
 
 def request(number: int, num_prompt_tokens: int, adapter: int = 0) -> NewRequest:
-    return NewRequest(
-        RequestId(number), (5,) * num_prompt_tokens, SamplingParams(), AdapterId(adapter)
-    )
+    return NewRequest(RequestId(number), (5,) * num_prompt_tokens, SamplingParams(), AdapterId(adapter))
 
 
 def row(
-    number: int, start: int, num_tokens: int, *, samples: bool = True,
-    split_layer: int | None = None,
-) -> SubBatch:  # fmt: skip
+    number: int, start: int, num_tokens: int, *, samples: bool = True, split_layer: int | None = None
+) -> SubBatch:
     """A sub-batch of one row; with ``split_layer`` an assisted one."""
     is_assisted = split_layer is not None
     return SubBatch(
@@ -123,17 +122,10 @@ def row(
 
 def load(number: int, *, is_demand: bool = True) -> AdapterTransfer:
     """Of adapter ``number``, from the host's memory."""
-    return AdapterTransfer(
-        TransferId(number),
-        AdapterId(number),
-        FACTS.num_bytes,
-        is_demand,
-    )
+    return AdapterTransfer(TransferId(number), AdapterId(number), FACTS.num_bytes, is_demand)
 
 
-def copy_kv(
-    number: int, direction: Direction, num_blocks: int, *, is_demand: bool = True
-) -> KvTransfer:
+def copy_kv(number: int, direction: Direction, num_blocks: int, *, is_demand: bool = True) -> KvTransfer:
     """Of blocks of 400 bytes."""
     return KvTransfer(
         TransferId(number),

@@ -201,10 +201,14 @@ class SoakLoad:
         adapter = self._served[place]
         first, began_s = adapter.first, time.monotonic()
         body = {
-            "model": adapter.name, "prompt": chat_prompt(visit.prompt), "stream": True,
-            "temperature": 0, "max_tokens": visit.num_tokens, "ignore_eos": True,
+            "model": adapter.name,
+            "prompt": chat_prompt(visit.prompt),
+            "stream": True,
+            "temperature": 0,
+            "max_tokens": visit.num_tokens,
+            "ignore_eos": True,
             "skip_special_tokens": False,  # so that each token is an event
-        }  # fmt: skip
+        }
         aborts = visit.leaves_after is not None and visit.aborts
         async with self._post("/v1/completions", body, aborts=aborts) as reader:
             if visit.leaves_after == 0:
@@ -276,9 +280,7 @@ class SoakLoad:
         path = self.loaded_dir / f"{adapter.name}.{len(adapter.tasks)}"
         adapter.path, tasks = await asyncio.to_thread(self._write, path, rng)
         adapter.tasks += tasks
-        await self._change(
-            "load", lora_name=adapter.name, lora_path=str(adapter.path), load_inplace=True
-        )
+        await self._change("load", lora_name=adapter.name, lora_path=str(adapter.path), load_inplace=True)
         adapter.first = len(adapter.tasks) - 1
 
     async def _change(self, verb: str, **body: Any) -> None:

@@ -16,9 +16,7 @@ import psutil
 from .residue import named_segments
 
 _MIB = 1 << 20
-_ADAPTER_BYTES = re.compile(
-    r'^corun:memory_bytes\{(?=[^}]*"host")[^}]*"adapters"[^}]*\} (\S+)', re.MULTILINE
-)
+_ADAPTER_BYTES = re.compile(r'^corun:memory_bytes\{(?=[^}]*"host")[^}]*"adapters"[^}]*\} (\S+)', re.MULTILINE)
 # A child process: it answers each line on stdin with the seconds of one plain read of 64 MiB, which
 # is more than the caches of processors hold.
 READ_PROBE = """

@@ -152,27 +152,20 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 Write = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 FORMATS: dict[str, tuple[Write, dict[str, Any]]] = {
-    "fp8 blocks": (
-        _fp8_blocks, {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]},
-    ),
-    "fp8": (
-        _fp8_whole,
-        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
-    ),
+    "fp8 blocks": (_fp8_blocks, {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}),
+    "fp8": (_fp8_whole, {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}),
     "compressed fp8": (
-        _fp8_rows, _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        _fp8_rows,
+        _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
     ),
-    "compressed int8": (
-        _int8_rows, _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
-    ),
+    "compressed int8": (_int8_rows, _compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
     "compressed int4": (
         _packed,
-        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", symmetric=False,
-                    group_size=_BLOCK),
+        _compressed(
+            "pack-quantized", num_bits=4, type="int", strategy="group", symmetric=False, group_size=_BLOCK
+        ),
     ),
-    "bitsandbytes int8": (
-        _bitsandbytes, {"quant_method": "bitsandbytes", "load_in_8bit": True},
-    ),
+    "bitsandbytes int8": (_bitsandbytes, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "gptq act-order": (
         _act_order,
         {"quant_method": "gptq", "bits": 4, "group_size": _BLOCK, "desc_act": True, "sym": False},
@@ -184,10 +177,10 @@ FORMATS: dict[str, tuple[Write, dict[str, Any]]] = {
     "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": _BLOCK, "version": "gemm"}),
     "mxfp4": (_experts, {"quant_method": "mxfp4"}),
     "compressed mxfp4": (
-        _mxfp4_linear, _compressed("mxfp4-pack-quantized", num_bits=4, type="float",
-                                   strategy="group", group_size=_BLOCK),
+        _mxfp4_linear,
+        _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=_BLOCK),
     ),
-}  # fmt: skip
+}
 
 
 def store_in(form: str, directory: Path, target: Path) -> Path:

@@ -35,19 +35,24 @@ def store_in_integers(directory: Path, target: Path, method: str) -> Path:
 
 
 _GPTQ: dict[str, Any] = {
-    "quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "desc_act": False, "sym": True,
-}  # fmt: skip
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP_SIZE,
+    "desc_act": False,
+    "sym": True,
+}
 _COMPRESSED: dict[str, Any] = {
-    "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": [],
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": [],
     "config_groups": {
         "group_0": {
-            "targets": ["Linear"], "input_activations": None,
-            "weights": {
-                "num_bits": 8, "type": "int", "strategy": "group", "group_size": GROUP_SIZE,
-            },
+            "targets": ["Linear"],
+            "input_activations": None,
+            "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": GROUP_SIZE},
         }
     },
-}  # fmt: skip
+}
 
 
 def _gptq(matrix: torch.Tensor) -> Tensors:

@@ -57,10 +57,15 @@ class _Probe:
 
     async def _stream(self, number: int) -> None:
         reader, writer = await asyncio.open_connection(self._host, self._port)
-        body = json.dumps({
-            "prompt": f"{number} planets", "max_tokens": 200, "ignore_eos": True, "stream": True,
-            "min_tokens": 200,
-        }).encode()  # fmt: skip
+        body = json.dumps(
+            {
+                "prompt": f"{number} planets",
+                "max_tokens": 200,
+                "ignore_eos": True,
+                "stream": True,
+                "min_tokens": 200,
+            }
+        ).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         try:
             writer.write(head.encode() + body)
@@ -117,18 +122,13 @@ class StreamProbe:
 
     def __init__(self, url: str, num_streams: int) -> None:
         command = [sys.executable, str(Path(__file__)), url, str(num_streams)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._process.kill()
         self._process.communicate()

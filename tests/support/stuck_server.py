@@ -41,9 +41,7 @@ class StuckServer(Served):
         whole.rename(self._file)
 
 
-def build(
-    config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool
-) -> EngineAssembly:
+def build(config: EngineConfig, *, on_progress: Callable[[str], None], own_process: bool) -> EngineAssembly:
     """Build the engine of such a server, in its own process."""
     assembly = build_engine(config, on_progress=on_progress, own_process=own_process)
     file = Path(os.environ[FILE_VARIABLE])

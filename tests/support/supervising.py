@@ -25,11 +25,17 @@ TESTS = Path(__file__).parents[1]
 def node_settings(directory: Path, controller_url: str, **fields: object) -> NodeSettings:
     """Return settings of an agent with one bare engine."""
     values: dict[str, object] = {
-        "cluster_key": KEY, "controller_url": controller_url, "state_dir": str(directory),
-        "adapter_cache_bytes": 1 << 30, "engine": EngineConfig(model="m"),
-        "serve": ServeConfig(drain_timeout_s=2.0), "unpinned": True, "host": "127.0.0.1",
-        "engine_command": BARE_ENGINE, "unsupervised_s": 60.0,
-    }  # fmt: skip
+        "cluster_key": KEY,
+        "controller_url": controller_url,
+        "state_dir": str(directory),
+        "adapter_cache_bytes": 1 << 30,
+        "engine": EngineConfig(model="m"),
+        "serve": ServeConfig(drain_timeout_s=2.0),
+        "unpinned": True,
+        "host": "127.0.0.1",
+        "engine_command": BARE_ENGINE,
+        "unsupervised_s": 60.0,
+    }
     return msgspec.convert(values | fields, NodeSettings)
 
 
@@ -69,10 +75,7 @@ class SupervisingProcess:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
 

@@ -61,9 +61,7 @@ class TestSharedBlocks:
             device.share(2, (1, 0, 3), prompt=prompt)
 
     @pytest.mark.parametrize("block_ids", [(0, 3, 4), (0, 2, 4)])
-    def test_a_block_that_lacks_tokens_is_caught(
-        self, device: Device, block_ids: tuple[int, ...]
-    ) -> None:
+    def test_a_block_that_lacks_tokens_is_caught(self, device: Device, block_ids: tuple[int, ...]) -> None:
         device.compute()
         device.end(1)
         with pytest.raises(AssertionError, match=FOREIGN):
@@ -236,9 +234,7 @@ class TestRowsThatCameToNothing:
             device.share(2, (0, 1, 4), prompt=OTHER_PROMPTS[0])
 
     def test_leave_garbage_when_they_build_on_one(self, device: Device) -> None:
-        device.executor.outcome_of = lambda request_id, start: (
-            Outcome.TOKENS if start else Outcome.RETRY
-        )
+        device.executor.outcome_of = lambda request_id, start: Outcome.TOKENS if start else Outcome.RETRY
         device.submit((1, 0, 4), new=[request(1)], tables={1: (0, 1, 2)})
         device.submit((1, 4, 4))
         device.executor.finish_step()

@@ -18,14 +18,7 @@ def device() -> Device:
 class TestCopies:
     @pytest.mark.parametrize(
         ("block_ids", "slots"),
-        [
-            ((), ()),
-            ((0,), (0, 1)),
-            ((0, 0), (0, 1)),
-            ((0, 1), (0, 0)),
-            ((16,), (0,)),
-            ((-1,), (0,)),
-        ],
+        [((), ()), ((0,), (0, 1)), ((0, 0), (0, 1)), ((0, 1), (0, 0)), ((16,), (0,)), ((-1,), (0,))],
     )
     def test_that_say_too_little_or_too_much_are_caught(
         self, device: Device, block_ids: tuple[int, ...], slots: tuple[int, ...]
@@ -142,10 +135,7 @@ class TestCopies:
 
     @pytest.mark.parametrize(
         ("first", "second"),
-        [
-            ((TO_HOST, (0,), (0,)), (TO_HOST, (0,), (1,))),
-            ((TO_DEVICE, (4,), (0,)), (TO_DEVICE, (5,), (0,))),
-        ],
+        [((TO_HOST, (0,), (0,)), (TO_HOST, (0,), (1,))), ((TO_DEVICE, (4,), (0,)), (TO_DEVICE, (5,), (0,)))],
     )
     def test_two_may_read_one_place(
         self, device: Device, first: tuple[Any, ...], second: tuple[Any, ...]

@@ -67,17 +67,13 @@ def first_tokens(factor: float, slow_machine: float) -> Relative:
 
 def test_slower_first_tokens_are_found() -> None:
     assert first_tokens(1.0, 1.0).row(600, 3600, 600).is_met
-    assert first_tokens(1.0, 3.0).row(600, 3600, 600).is_met, (
-        "the machine is slower, not the server"
-    )
+    assert first_tokens(1.0, 3.0).row(600, 3600, 600).is_met, "the machine is slower, not the server"
     row = first_tokens(1.2, 3.0).row(600, 3600, 600)
     assert row.change == pytest.approx(1.2, rel=0.03) and not row.is_met
 
 
 def test_the_load_follows_from_the_seed() -> None:
-    first, again, other = (
-        list(itertools.islice(visits(Load(seed=seed)), 2000)) for seed in (0, 0, 1)
-    )
+    first, again, other = (list(itertools.islice(visits(Load(seed=seed)), 2000)) for seed in (0, 0, 1))
     assert first == again != other
     assert sum(visit.leaves_after is not None for visit in first) == pytest.approx(600, abs=60)
     assert sum(visit.gap_s for visit in first) == pytest.approx(2000 / 6, rel=0.1)
@@ -96,8 +92,7 @@ def test_variants_of_an_adapter_have_its_products(task: str, tmp_path: Path) -> 
     )
     for name in (name for name in base if "lora_A" in name):
         products = [
-            one[name.replace("lora_A", "lora_B")].double() @ one[name].double()
-            for one in (base, *made)
+            one[name.replace("lora_A", "lora_B")].double() @ one[name].double() for one in (base, *made)
         ]
         assert torch.equal(products[0], products[1]) and torch.equal(products[0], products[2])
     assert (tmp_path / "a" / WEIGHTS).read_bytes() != (tmp_path / "b" / WEIGHTS).read_bytes()

@@ -5,15 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 WORDS = ("Hello", "world", "hello", "the", "tokens", "can", "'t", "don", "123", "café", "中文")
@@ -85,12 +77,11 @@ def _sentencepiece() -> tuple[Tokenizer, dict[str, str]]:
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     letters = sorted({letter for word in WORDS for letter in word} | {"▁"})
     words = [piece for word in WORDS for piece in (word, f"▁{word}")]
-    model = _merged([*names.values(), *fallback, *letters], words, fuse_unk=True,
-                    byte_fallback=True, unk_token="<unk>")  # fmt: skip
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    model = _merged(
+        [*names.values(), *fallback, *letters], words, fuse_unk=True, byte_fallback=True, unk_token="<unk>"
     )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = _sentencepiece_decoder()
     return tokenizer, names
 
@@ -128,12 +119,7 @@ SAMPLE_KINDS: dict[str, Callable[[], tuple[Tokenizer, dict[str, str]]]] = {
 
 
 def _sentencepiece_decoder() -> decoders.Decoder:
-    parts = [
-        decoders.Replace("▁", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     return decoders.Sequence(parts)
 
 

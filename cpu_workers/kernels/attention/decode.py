@@ -71,9 +71,8 @@ def _start(state: int, first_head: int, has_sinks: bool, rules: Rules, shape: Sh
 
 @part
 def _score_group(
-    tag: Any, query: int, query_bytes: int, keys: int, count: int, ahead: int, scores: int,
-    shape: Shape,
-) -> None:  # fmt: skip
+    tag: Any, query: int, query_bytes: int, keys: int, count: int, ahead: int, scores: int, shape: Shape
+) -> None:
     """Products of all queries of one KV head with up to 16 keys."""
     key_bytes, dim = shape.key_dim * shape.element_bytes, shape.key_dim
     per_tile = shape.heads_per_tile
@@ -84,28 +83,23 @@ def _score_group(
             part, last = keys + first * key_bytes, count - 1 - first
             if per_tile == 4:
                 tiles.score_4(
-                    tag, own_query, query_bytes, last_head, part, key_bytes, last, dim, ahead,
-                    scores,
-                )  # fmt: skip
+                    tag, own_query, query_bytes, last_head, part, key_bytes, last, dim, ahead, scores
+                )
             elif per_tile == 2:
                 tiles.score_2(
-                    tag, own_query, query_bytes, last_head, part, key_bytes, last, dim, ahead,
-                    scores,
-                )  # fmt: skip
+                    tag, own_query, query_bytes, last_head, part, key_bytes, last, dim, ahead, scores
+                )
             else:
                 tiles.score_1(
-                    tag, own_query, query_bytes, last_head, part, key_bytes, last, dim, ahead,
-                    scores,
-                )  # fmt: skip
+                    tag, own_query, query_bytes, last_head, part, key_bytes, last, dim, ahead, scores
+                )
             scores += VECTOR_BYTES
         scores += _TILE_BYTES - per_tile * VECTOR_BYTES
         ahead = 0  # prefetched by the first heads
 
 
 @part
-def _softmax_group(
-    tag: Any, scores: int, count: int, state: int, rules: Rules, shape: Shape
-) -> None:
+def _softmax_group(tag: Any, scores: int, count: int, state: int, rules: Rules, shape: Shape) -> None:
     """Turn the scores of one KV head into weights; rescale its sums if peaks have risen."""
     per_tile, row_bytes = shape.heads_per_tile, sum_bytes(shape)
     num_tiles = (shape.group + per_tile - 1) // per_tile
@@ -127,9 +121,7 @@ def _softmax_group(
 
 
 @part
-def _add_group(
-    tag: Any, values: int, count: int, ahead: int, state: int, weights: int, shape: Shape
-) -> None:
+def _add_group(tag: Any, values: int, count: int, ahead: int, state: int, weights: int, shape: Shape) -> None:
     """Add the weighted values of up to 16 keys to the sums of one KV head."""
     per_tile, row_bytes = shape.heads_per_tile, sum_bytes(shape)
     num_tiles = (shape.group + per_tile - 1) // per_tile
@@ -143,14 +135,7 @@ def _add_group(
 
 @part
 def _add_values(
-    tag: Any,
-    values: int,
-    count: int,
-    ahead: int,
-    weights: int,
-    sums: int,
-    row_bytes: int,
-    shape: Shape,
+    tag: Any, values: int, count: int, ahead: int, weights: int, sums: int, row_bytes: int, shape: Shape
 ) -> None:
     """Add weighted values to the sums of a tile of heads."""
     dim, value_bytes = shape.value_dim, shape.value_dim * shape.element_bytes
@@ -164,39 +149,38 @@ def _add_values(
         place = sums + index * 4
         if is_chunk:
             if per_tile == 4:
-                tiles.add_chunk_4(
-                    tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes
-                )
+                tiles.add_chunk_4(tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes)
             elif per_tile == 2:
-                tiles.add_chunk_2(
-                    tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes
-                )
+                tiles.add_chunk_2(tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes)
             else:
-                tiles.add_chunk_1(
-                    tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes
-                )
+                tiles.add_chunk_1(tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes)
             index += tiles.CHUNK_ELEMENTS
         else:
             if per_tile == 4:
-                tiles.add_unit_4(
-                    tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes
-                )
+                tiles.add_unit_4(tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes)
             elif per_tile == 2:
-                tiles.add_unit_2(
-                    tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes
-                )
+                tiles.add_unit_2(tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes)
             else:
-                tiles.add_unit_1(
-                    tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes
-                )
+                tiles.add_unit_1(tag, part, value_bytes, last, rest, ahead, weights, place, row_bytes)
             index += unit
 
 
 @inlined_part
 def decode_attention(
-    tag: Any, table: int, span: Any, heads: Any, query: Rows, token: int, keys: Blocks,
-    values: Blocks, states: int, has_sinks: bool, work: int, rules: Rules, shape: Shape,
-) -> None:  # fmt: skip
+    tag: Any,
+    table: int,
+    span: Any,
+    heads: Any,
+    query: Rows,
+    token: int,
+    keys: Blocks,
+    values: Blocks,
+    states: int,
+    has_sinks: bool,
+    work: int,
+    rules: Rules,
+    shape: Shape,
+) -> None:
     """Attend positions ``span`` of one query by KV heads ``heads``, each first and one past last.
 
     table: address of the row's block numbers; states: of the consecutive states of these heads,
@@ -228,9 +212,7 @@ def decode_attention(
                 query_place = queries + head * shape.group * query.head_bytes
                 place = key_place + head * keys.head_bytes + offset * key_bytes
                 own_work = work + (head - heads[0]) * group_bytes
-                _score_group(
-                    tag, query_place, query.head_bytes, place, count, key_ahead, own_work, shape
-                )
+                _score_group(tag, query_place, query.head_bytes, place, count, key_ahead, own_work, shape)
             for head in range(heads[0], heads[1]):
                 state = states + (head - heads[0]) * own_bytes
                 own_work = work + (head - heads[0]) * group_bytes

@@ -39,10 +39,7 @@ PEAKS, TOTALS, FACTORS = 0, VECTOR_BYTES, 2 * VECTOR_BYTES
 def _make_score(num_heads: int) -> Any:
     num_keys = LANES // num_heads
 
-    @emits(
-        "queries", "query_bytes", "last_head",
-        "keys", "key_bytes", "last_key", "dim", "ahead", "scores",
-    )  # fmt: skip
+    @emits("queries", "query_bytes", "last_head", "keys", "key_bytes", "last_key", "dim", "ahead", "scores")
     def score(emit: Emitter, *values: Any) -> None:
         """Products of the heads' queries with 16 / H keys, one vector of ``scores``.
 
@@ -88,9 +85,16 @@ def _make_softmax_tile(num_heads: int) -> Any:
     num_keys = LANES // num_heads
 
     @emits(
-        "scores", "count", "scaling", "softcap", "state", "weights",
-        result=types.int64, scaling=types.float32, softcap=types.float32,
-    )  # fmt: skip
+        "scores",
+        "count",
+        "scaling",
+        "softcap",
+        "state",
+        "weights",
+        result=types.int64,
+        scaling=types.float32,
+        softcap=types.float32,
+    )
     def softmax_tile(emit: Emitter, *values: Any) -> ir.Value:
         """Turn scores of ``count`` keys into weights; bring peaks and totals up to date.
 
@@ -179,9 +183,7 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
                 return [load_part(emit, row, rest)]
             return [load_unit(emit, emit.offset(row, u * VECTOR_BYTES)) for u in range(num_units)]
 
-        def add_step(
-            step: ir.Value, totals: list[ir.Value], first: int, count: int
-        ) -> list[ir.Value]:
+        def add_step(step: ir.Value, totals: list[ir.Value], first: int, count: int) -> list[ir.Value]:
             key = builder.mul(step, I64(keys_per_step))
             parts: list[tuple[ir.Value, ...]] = []
             if emit.has_dot:
@@ -255,9 +257,7 @@ def scale_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value, factor: ir.Va
 
 
 @emits("sums", "num_bytes", "added", "factor", factor=types.float32)
-def add_sums(
-    emit: Emitter, sums: ir.Value, num_bytes: ir.Value, added: ir.Value, factor: ir.Value
-) -> None:
+def add_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value, added: ir.Value, factor: ir.Value) -> None:
     """Add ``factor`` times other sums to whole vectors of sums."""
     splat = emit.splat(factor, LANES)
     count = emit.builder.sdiv(num_bytes, I64(VECTOR_BYTES))

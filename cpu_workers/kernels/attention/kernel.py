@@ -47,22 +47,44 @@ _WRITE, _ATTEND, _MERGE = range(_NUM_PHASES)
 @part
 def _read_step(fields: int) -> Step:
     return Step(
-        int64_at(fields, 0), int64_at(fields, 1), int64_at(fields, 2), int64_at(fields, 3),
-        int64_at(fields, 4), int64_at(fields, 5), int64_at(fields, 6), int64_at(fields, 7),
-        int64_at(fields, 8), int64_at(fields, 9), int64_at(fields, 10), int64_at(fields, 11),
-        int64_at(fields, 12), int64_at(fields, 13), int64_at(fields, 14), int64_at(fields, 15),
-    )  # fmt: skip
+        int64_at(fields, 0),
+        int64_at(fields, 1),
+        int64_at(fields, 2),
+        int64_at(fields, 3),
+        int64_at(fields, 4),
+        int64_at(fields, 5),
+        int64_at(fields, 6),
+        int64_at(fields, 7),
+        int64_at(fields, 8),
+        int64_at(fields, 9),
+        int64_at(fields, 10),
+        int64_at(fields, 11),
+        int64_at(fields, 12),
+        int64_at(fields, 13),
+        int64_at(fields, 14),
+        int64_at(fields, 15),
+    )
 
 
 @part
 def _read_shape(fields: int) -> Shape:
     fields += 8 * _STEP_FIELDS
     return Shape(
-        int64_at(fields, 0), int64_at(fields, 1), int64_at(fields, 2), int64_at(fields, 3),
-        int64_at(fields, 4), int64_at(fields, 5), int64_at(fields, 6), int64_at(fields, 7),
-        int64_at(fields, 8), int64_at(fields, 9), int64_at(fields, 10), int64_at(fields, 11),
-        int64_at(fields, 12), int64_at(fields, 13),
-    )  # fmt: skip
+        int64_at(fields, 0),
+        int64_at(fields, 1),
+        int64_at(fields, 2),
+        int64_at(fields, 3),
+        int64_at(fields, 4),
+        int64_at(fields, 5),
+        int64_at(fields, 6),
+        int64_at(fields, 7),
+        int64_at(fields, 8),
+        int64_at(fields, 9),
+        int64_at(fields, 10),
+        int64_at(fields, 11),
+        int64_at(fields, 12),
+        int64_at(fields, 13),
+    )
 
 
 @part
@@ -79,9 +101,8 @@ def _write_slot(
 
 @part
 def _write_token(
-    token: int, heads: Any, key: Rows, value: Rows, keys: Blocks, values: Blocks,
-    step: Step, shape: Shape,
-) -> None:  # fmt: skip
+    token: int, heads: Any, key: Rows, value: Rows, keys: Blocks, values: Blocks, step: Step, shape: Shape
+) -> None:
     slot = int64_at(step.slots, token)
     key_bytes = shape.key_dim * shape.element_bytes
     value_bytes = shape.value_dim * shape.element_bytes
@@ -91,9 +112,18 @@ def _write_token(
 
 @inlined_part
 def _run_items(
-    tag: Any, query: Rows, key: Rows, value: Rows, keys: Blocks, values: Blocks, out: Rows,
-    work: int, step: Step, rules: Rules, shape: Shape,
-) -> None:  # fmt: skip
+    tag: Any,
+    query: Rows,
+    key: Rows,
+    value: Rows,
+    keys: Blocks,
+    values: Blocks,
+    out: Rows,
+    work: int,
+    step: Step,
+    rules: Rules,
+    shape: Shape,
+) -> None:
     """Run items until none is left."""
     own_bytes = state_bytes(shape)
     while True:
@@ -110,9 +140,20 @@ def _run_items(
         if num_tokens:
             chunk = (token, num_tokens, context_len)
             prefill_attention(
-                tag, table, chunk, (first, end), first_head, query, keys, values, out,
-                step.window, work, rules, shape,
-            )  # fmt: skip
+                tag,
+                table,
+                chunk,
+                (first, end),
+                first_head,
+                query,
+                keys,
+                values,
+                out,
+                step.window,
+                work,
+                rules,
+                shape,
+            )
             continue
         heads = (first_head, end_head)
         if not step.has_chunks and end == context_len:
@@ -123,9 +164,8 @@ def _run_items(
             states = step.partials + (partial + first_head) * own_bytes
         has_sinks = rules.sinks != 0 and first == max(0, context_len - step.window)
         decode_attention(
-            tag, table, (first, end), heads, query, token, keys, values, states, has_sinks,
-            work, rules, shape,
-        )  # fmt: skip
+            tag, table, (first, end), heads, query, token, keys, values, states, has_sinks, work, rules, shape
+        )
         if partial < 0:
             for head in range(first_head, end_head):
                 target = out.address + token * out.token_bytes
@@ -163,9 +203,8 @@ def _start_pass(fields: int) -> tuple[int, int, int, int]:
 
 @part
 def _write_share(
-    share: int, new_keys: Rows, new_values: Rows, keys: Blocks, values: Blocks,
-    step: Step, shape: Shape,
-) -> None:  # fmt: skip
+    share: int, new_keys: Rows, new_values: Rows, keys: Blocks, values: Blocks, step: Step, shape: Shape
+) -> None:
     """Write one thread's part of the new keys and values into the pool."""
     heads = (np.int64(0), shape.kv_heads)
     begin = share * step.num_tokens // step.num_shares
@@ -189,11 +228,26 @@ def _merge_query(tag: Any, number: int, out: Rows, step: Step, shape: Shape) -> 
 
 @kernel(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def attend_share(
-    tag: Any, phase: int, share: int, fields: int, query: int, query_token_bytes: int,
-    query_head_bytes: int, key: int, key_token_bytes: int, key_head_bytes: int, value: int,
-    value_token_bytes: int, value_head_bytes: int, key_blocks: int, value_blocks: int,
-    attended: int, scaling: float, softcap: float, sinks: int,
-) -> None:  # fmt: skip
+    tag: Any,
+    phase: int,
+    share: int,
+    fields: int,
+    query: int,
+    query_token_bytes: int,
+    query_head_bytes: int,
+    key: int,
+    key_token_bytes: int,
+    key_head_bytes: int,
+    value: int,
+    value_token_bytes: int,
+    value_head_bytes: int,
+    key_blocks: int,
+    value_blocks: int,
+    attended: int,
+    scaling: float,
+    softcap: float,
+    sinks: int,
+) -> None:
     """One share of a phase: writing, attending (items until none is left), or a merge."""
     step = _read_step(fields)
     shape = _read_shape(fields)
@@ -205,10 +259,18 @@ def attend_share(
         _write_share(share, new_keys, new_values, keys, values, step, shape)
     elif phase == _ATTEND:
         _run_items(
-            tag, Rows(query, query_token_bytes, query_head_bytes), new_keys, new_values,
-            keys, values, out, step.scratch + share * step.share_bytes, step,
-            Rules(scaling, softcap, sinks), shape,
-        )  # fmt: skip
+            tag,
+            Rows(query, query_token_bytes, query_head_bytes),
+            new_keys,
+            new_values,
+            keys,
+            values,
+            out,
+            step.scratch + share * step.share_bytes,
+            step,
+            Rules(scaling, softcap, sinks),
+            shape,
+        )
     else:
         _merge_query(tag, share, out, step, shape)
 
@@ -250,12 +312,27 @@ def attend(
                 call_function(
                     function,
                     (
-                        tag, phase, np.int64(share), fields, query, query_token_bytes,
-                        query_head_bytes, key, key_token_bytes, key_head_bytes, value,
-                        value_token_bytes, value_head_bytes, key_blocks, value_blocks,
-                        attended, scaling, softcap, sinks,
+                        tag,
+                        phase,
+                        np.int64(share),
+                        fields,
+                        query,
+                        query_token_bytes,
+                        query_head_bytes,
+                        key,
+                        key_token_bytes,
+                        key_head_bytes,
+                        value,
+                        value_token_bytes,
+                        value_head_bytes,
+                        key_blocks,
+                        value_blocks,
+                        attended,
+                        scaling,
+                        softcap,
+                        sinks,
                     ),
-                )  # fmt: skip
+                )
 
 
 @kernel()

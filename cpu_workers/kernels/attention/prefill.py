@@ -64,9 +64,8 @@ def chunk_bytes(shape: Shape) -> int:
 
 @part
 def _find_rows(
-    table: int, first: int, span: Any, head: int, keys: Blocks, values: Blocks,
-    shape: Shape, found: int,
-) -> None:  # fmt: skip
+    table: int, first: int, span: Any, head: int, keys: Blocks, values: Blocks, shape: Shape, found: int
+) -> None:
     """Addresses of 64 positions' keys, then values, as int64s.
 
     A position outside of ``span`` is replaced by the nearest one inside: other slots of the pool
@@ -113,9 +112,18 @@ def _pack_tile(
 
 @part
 def _start_rows(
-    tag: Any, item: Any, head: int, query: Rows, queries: int, limits: int, states: int,
-    sums: int, key_row: int, rules: Rules, shape: Shape,
-) -> int:  # fmt: skip
+    tag: Any,
+    item: Any,
+    head: int,
+    query: Rows,
+    queries: int,
+    limits: int,
+    states: int,
+    sums: int,
+    key_row: int,
+    rules: Rules,
+    shape: Shape,
+) -> int:
     """Pack the queries, clear the sums, start the softmax of every row; returns their number."""
     token, num_tokens, context = item
     num_rows = num_tokens * shape.group
@@ -145,9 +153,7 @@ def _start_rows(
 
 
 @part
-def _write_rows(
-    tag: Any, item: Any, head: int, out: Rows, states: int, sums: int, shape: Shape
-) -> None:
+def _write_rows(tag: Any, item: Any, head: int, out: Rows, states: int, sums: int, shape: Shape) -> None:
     """Write the results of all rows."""
     sum_row = _sum_bytes(shape)
     row = 0
@@ -160,18 +166,24 @@ def _write_rows(
                 tiles.invert_totals(tag, state)
             factor = float32_at(state + tiles.FACTORS, place * (LANES // tiles.TILE_ROWS))
             own_head = head * shape.group + member
-            write_row(
-                tag, sums + row * sum_row, target + own_head * out.head_bytes, shape.value_dim,
-                factor,
-            )  # fmt: skip
+            write_row(tag, sums + row * sum_row, target + own_head * out.head_bytes, shape.value_dim, factor)
             row += 1
 
 
 @part
 def _score_rows(
-    tag: Any, first_key: int, seen: int, window: int, queries: int, limits: int, packed_keys: int,
-    scores: int, query_bytes: int, rules: Rules, shape: Shape,
-) -> None:  # fmt: skip
+    tag: Any,
+    first_key: int,
+    seen: int,
+    window: int,
+    queries: int,
+    limits: int,
+    packed_keys: int,
+    scores: int,
+    query_bytes: int,
+    rules: Rules,
+    shape: Shape,
+) -> None:
     """Scores of four rows and the ``seen`` first keys of a tile."""
     steps = query_bytes // tiles.STEP_BYTES
     if seen > _HALF_TILE_KEYS:
@@ -208,10 +220,22 @@ def _add_rows(
 
 @part
 def _fold_tile(
-    tag: Any, first_key: int, num_keys: int, window: int, span: Any, queries: int, limits: int,
-    packed_keys: int, packed_values: int, scores: int, states: int, sums: int,
-    query_bytes: int, rules: Rules, shape: Shape,
-) -> None:  # fmt: skip
+    tag: Any,
+    first_key: int,
+    num_keys: int,
+    window: int,
+    span: Any,
+    queries: int,
+    limits: int,
+    packed_keys: int,
+    packed_values: int,
+    scores: int,
+    states: int,
+    sums: int,
+    query_bytes: int,
+    rules: Rules,
+    shape: Shape,
+) -> None:
     """Fold packed keys and values into the rows of ``span``, first and one past the last.
 
     Each stage processes four rows several times: their chains of instructions overlap.
@@ -225,9 +249,18 @@ def _fold_tile(
             seen = min(int32_at(limits, row + tiles.TILE_ROWS - 1) - first_key, num_keys)
             place = scores + (row - begin) * tiles.SCORE_ROW_BYTES
             _score_rows(
-                tag, first_key, seen, window, queries + row * query_bytes, limits + row * 4,
-                packed_keys, place, query_bytes, rules, shape,
-            )  # fmt: skip
+                tag,
+                first_key,
+                seen,
+                window,
+                queries + row * query_bytes,
+                limits + row * 4,
+                packed_keys,
+                place,
+                query_bytes,
+                rules,
+                shape,
+            )
         for row in range(begin, end, tiles.TILE_ROWS):
             seen = min(int32_at(limits, row + tiles.TILE_ROWS - 1) - first_key, num_keys)
             place = scores + (row - begin) * tiles.SCORE_ROW_BYTES
@@ -242,9 +275,20 @@ def _fold_tile(
 
 @inlined_part
 def prefill_attention(
-    tag: Any, table: int, item: Any, span: Any, head: int, query: Rows, keys: Blocks,
-    values: Blocks, out: Rows, window: int, work: int, rules: Rules, shape: Shape,
-) -> None:  # fmt: skip
+    tag: Any,
+    table: int,
+    item: Any,
+    span: Any,
+    head: int,
+    query: Rows,
+    keys: Blocks,
+    values: Blocks,
+    out: Rows,
+    window: int,
+    work: int,
+    rules: Rules,
+    shape: Shape,
+) -> None:
     """Attend the tokens of a chunk item by one KV head and write their results.
 
     item: first packed token, number of tokens, positions that the first sees; span: first position
@@ -259,9 +303,7 @@ def prefill_attention(
     queries = states + _max_rows(shape) // tiles.TILE_ROWS * tiles.STATE_BYTES
     sums = queries + _max_rows(shape) * key_row
     limits = sums + _max_rows(shape) * sum_row
-    num_rows = _start_rows(
-        tag, item, head, query, queries, limits, states, sums, key_row, rules, shape
-    )
+    num_rows = _start_rows(tag, item, head, query, queries, limits, states, sums, key_row, rules, shape)
     first_tile = span[0] // tiles.TILE_KEYS * tiles.TILE_KEYS
     begin = end = 0
     for first_key in range(first_tile, span[1], tiles.TILE_KEYS):
@@ -275,7 +317,20 @@ def prefill_attention(
         while end < num_rows and int32_at(limits, end) - window < first_key + tiles.TILE_KEYS:
             end += tiles.TILE_ROWS
         _fold_tile(
-            tag, first_key, needed, window, (begin, end), queries, limits, packed_keys,
-            packed_values, scores, states, sums, key_row, rules, shape,
-        )  # fmt: skip
+            tag,
+            first_key,
+            needed,
+            window,
+            (begin, end),
+            queries,
+            limits,
+            packed_keys,
+            packed_values,
+            scores,
+            states,
+            sums,
+            key_row,
+            rules,
+            shape,
+        )
     _write_rows(tag, item, head, out, states, sums, shape)

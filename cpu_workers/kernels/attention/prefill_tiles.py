@@ -167,8 +167,7 @@ def _multiply(
     def add_step(step: ir.Value, totals: list[ir.Value], first: int, count: int) -> list[ir.Value]:
         base = emit.offset(columns_of(step), first * VECTOR_BYTES)
         columns = [
-            product.operands(emit.load(emit.offset(base, v * VECTOR_BYTES), I32X16))
-            for v in range(count)
+            product.operands(emit.load(emit.offset(base, v * VECTOR_BYTES), I32X16)) for v in range(count)
         ]
         results = []
         for r, row in enumerate(rows):
@@ -198,11 +197,7 @@ def _make_score(num_vectors: int) -> Any:
         queries, query_bytes, keys, num_steps, scores = values
         rows = [emit.row(queries, query_bytes, r) for r in range(TILE_ROWS)]
         products = _multiply(
-            emit,
-            rows,
-            lambda step: emit.offset(keys, step, _KEY_STEP_BYTES),
-            num_steps,
-            num_vectors,
+            emit, rows, lambda step: emit.offset(keys, step, _KEY_STEP_BYTES), num_steps, num_vectors
         )
         for index, product in enumerate(products):
             row, vector = divmod(index, num_vectors)

@@ -53,9 +53,7 @@ def _configure(emit: Emitter, rows_of: Mapping[int, ir.Value]) -> None:
     emit.store(ir.Constant(F32X16, [0.0] * 16), configuration)
     emit.store(I8(_PALETTE), configuration)
     for tile, rows in rows_of.items():
-        emit.store(
-            ir.IntType(16)(VECTOR_BYTES), emit.offset(configuration, _ROW_BYTES_AT + 2 * tile)
-        )
+        emit.store(ir.IntType(16)(VECTOR_BYTES), emit.offset(configuration, _ROW_BYTES_AT + 2 * tile))
         emit.store(builder.trunc(rows, I8), emit.offset(configuration, _ROWS_AT + tile))
     _call(emit, "ldtilecfg", _pointer(emit, configuration))
 
@@ -65,9 +63,8 @@ def _load(emit: Emitter, tile: int, address: ir.Value, stride: ir.Value) -> None
 
 
 def _write(
-    emit: Emitter, sums: Sequence[int], bias: ir.Value, y: ir.Value, y_stride: ir.Value,
-    num_tokens: ir.Value,
-) -> None:  # fmt: skip
+    emit: Emitter, sums: Sequence[int], bias: ir.Value, y: ir.Value, y_stride: ir.Value, num_tokens: ir.Value
+) -> None:
     """Add the bias to sums of neighbouring panels, round, write ``num_tokens`` rows of y."""
     builder = emit.builder
     buffer = _stack(emit, len(sums) * _TILE_BYTES)
@@ -85,9 +82,8 @@ def _write(
 
 
 @emits(
-    "weights", "panel_bytes", "x", "x_stride", "steps", "bias", "y", "y_stride", "num_tokens",
-    tag=types.int32,
-)  # fmt: skip
+    "weights", "panel_bytes", "x", "x_stride", "steps", "bias", "y", "y_stride", "num_tokens", tag=types.int32
+)
 def product_16x4(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k].
 
@@ -96,10 +92,7 @@ def product_16x4(emit: Emitter, *args: ir.Value) -> None:
     builder = emit.builder
     weights, panel_bytes, x, x_stride, steps, bias, y, y_stride, num_tokens = args
     sums, tokens, columns = range(4), 4, (5, 6, 7)
-    _configure(
-        emit,
-        dict.fromkeys((*sums, tokens), num_tokens) | dict.fromkeys(columns, I64(STEPS_PER_TILE)),
-    )
+    _configure(emit, dict.fromkeys((*sums, tokens), num_tokens) | dict.fromkeys(columns, I64(STEPS_PER_TILE)))
     panels = [emit.row(weights, panel_bytes, p) for p in sums]
 
     def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
@@ -116,9 +109,8 @@ def product_16x4(emit: Emitter, *args: ir.Value) -> None:
 
 
 @emits(
-    "weights", "panel_bytes", "x", "x_stride", "steps", "bias", "y", "y_stride", "num_tokens",
-    tag=types.int32,
-)  # fmt: skip
+    "weights", "panel_bytes", "x", "x_stride", "steps", "bias", "y", "y_stride", "num_tokens", tag=types.int32
+)
 def product_32x2(emit: Emitter, *args: ir.Value) -> None:
     """The same for 17 to 32 tokens and 2 panels: each register is read once for two products."""
     builder = emit.builder

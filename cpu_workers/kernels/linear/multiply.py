@@ -80,9 +80,18 @@ def num_row_bytes(tag: np.generic, num_tokens: int, steps: int, num_threads: int
 
 @part
 def _multiply_panels(
-    tag: Any, weights: int, num_panels: int, x: int, steps: int, bias: int, y: int, y_stride: int,
-    num_tokens: int, following: int, group_values: int,
-) -> None:  # fmt: skip
+    tag: Any,
+    weights: int,
+    num_panels: int,
+    x: int,
+    steps: int,
+    bias: int,
+    y: int,
+    y_stride: int,
+    num_tokens: int,
+    following: int,
+    group_values: int,
+) -> None:
     """All tokens, in blocks of ``make_blocks``, times the columns of some panels.
 
     All blocks of tokens are computed before the next panels. Their weights are prefetched to the
@@ -102,10 +111,21 @@ def _multiply_panels(
         for block in range(num_blocks):
             size = most if block < num_most else most - 1
             _multiply_block(
-                tag, size, tile, own_panel_bytes, x + token * own_row_bytes, steps,
-                bias + panel * _LANES * 4, y + token * y_stride + panel * _LANES * 2, y_stride,
-                num_tokens - token - 1, ahead, num_blocks > 1, group_values, panel,
-            )  # fmt: skip
+                tag,
+                size,
+                tile,
+                own_panel_bytes,
+                x + token * own_row_bytes,
+                steps,
+                bias + panel * _LANES * 4,
+                y + token * y_stride + panel * _LANES * 2,
+                y_stride,
+                num_tokens - token - 1,
+                ahead,
+                num_blocks > 1,
+                group_values,
+                panel,
+            )
             token += size
             ahead = ahead + width * own_panel_bytes // 2 if block == 0 else tile
 
@@ -116,30 +136,73 @@ def _multiply_block(*arguments: Any) -> None:
 
 @overload(_multiply_block)
 def _choose_tile(
-    tag: Any, size: Any, tile: Any, own_panel_bytes: Any, x: Any, steps: Any, bias: Any, y: Any,
-    y_stride: Any, last_token: Any, ahead: Any, is_half: Any, group_values: Any, panel: Any,
-) -> Any:  # fmt: skip
+    tag: Any,
+    size: Any,
+    tile: Any,
+    own_panel_bytes: Any,
+    x: Any,
+    steps: Any,
+    bias: Any,
+    y: Any,
+    y_stride: Any,
+    last_token: Any,
+    ahead: Any,
+    is_half: Any,
+    group_values: Any,
+    panel: Any,
+) -> Any:
     def in_float32(
-        tag: Any, size: Any, tile: Any, own_panel_bytes: Any, x: Any, steps: Any, bias: Any,
-        y: Any, y_stride: Any, last_token: Any, ahead: Any, is_half: Any, group_values: Any,
+        tag: Any,
+        size: Any,
+        tile: Any,
+        own_panel_bytes: Any,
+        x: Any,
+        steps: Any,
+        bias: Any,
+        y: Any,
+        y_stride: Any,
+        last_token: Any,
+        ahead: Any,
+        is_half: Any,
+        group_values: Any,
         panel: Any,
-    ) -> Any:  # fmt: skip
-        wide_product(
-            size, tile, own_panel_bytes, x, steps, bias, y, y_stride, last_token, ahead, is_half
-        )
+    ) -> Any:
+        wide_product(size, tile, own_panel_bytes, x, steps, bias, y, y_stride, last_token, ahead, is_half)
 
     def in_integers(
-        tag: Any, size: Any, tile: Any, own_panel_bytes: Any, x: Any, steps: Any, bias: Any,
-        y: Any, y_stride: Any, last_token: Any, ahead: Any, is_half: Any, group_values: Any,
+        tag: Any,
+        size: Any,
+        tile: Any,
+        own_panel_bytes: Any,
+        x: Any,
+        steps: Any,
+        bias: Any,
+        y: Any,
+        y_stride: Any,
+        last_token: Any,
+        ahead: Any,
+        is_half: Any,
+        group_values: Any,
         panel: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         own_group_values = group_values
         if own_group_values:
             own_group_values += panel * (steps // chunk_steps(tag)) * _LANES
         quantized_product(
-            tag, size, tile, own_panel_bytes, x, steps, bias, y, y_stride, last_token, ahead,
-            is_half, own_group_values,
-        )  # fmt: skip
+            tag,
+            size,
+            tile,
+            own_panel_bytes,
+            x,
+            steps,
+            bias,
+            y,
+            y_stride,
+            last_token,
+            ahead,
+            is_half,
+            own_group_values,
+        )
 
     return in_float32 if tag == types.uint16 else in_integers
 
@@ -175,18 +238,23 @@ def _multiply_unit(
             last = min(many - token, _BLOCK_TOKENS) - 1
             if many <= _BLOCK_TOKENS:
                 product_8x2_ahead_in_1(
-                    columns, group_bytes, values, x_stride, steps, added, block, y_stride, last,
-                    ahead,
-                )  # fmt: skip
+                    columns, group_bytes, values, x_stride, steps, added, block, y_stride, last, ahead
+                )
             elif token < 2 * _BLOCK_TOKENS:
                 product_8x2_ahead_in_2(
-                    columns, group_bytes, values, x_stride, steps, added, block, y_stride, last,
+                    columns,
+                    group_bytes,
+                    values,
+                    x_stride,
+                    steps,
+                    added,
+                    block,
+                    y_stride,
+                    last,
                     ahead + (half_bytes // 2 if token else 0),
-                )  # fmt: skip
-            else:
-                product_8x2(
-                    columns, group_bytes, values, x_stride, steps, added, block, y_stride, last, 0
                 )
+            else:
+                product_8x2(columns, group_bytes, values, x_stride, steps, added, block, y_stride, last, 0)
     few = num_tokens - many
     x += many * x_stride
     y += many * y_stride
@@ -200,23 +268,35 @@ def _multiply_unit(
 
 @part
 def _multiply_unit_in_tiles(
-    weights: int, panel_bytes: int, x: int, x_stride: int, steps: int, bias: int, y: int,
-    y_stride: int, num_tokens: int,
-) -> None:  # fmt: skip
+    weights: int,
+    panel_bytes: int,
+    x: int,
+    x_stride: int,
+    steps: int,
+    bias: int,
+    y: int,
+    y_stride: int,
+    num_tokens: int,
+) -> None:
     """All tokens times the 64 columns of one unit, in matrix registers."""
     for token in range(0, num_tokens, 2 * TOKENS_PER_TILE):
         size = min(num_tokens - token, 2 * TOKENS_PER_TILE)
         values, target = x + token * x_stride, y + token * y_stride
         if size <= TOKENS_PER_TILE:
-            product_16x4(
-                weights, panel_bytes, values, x_stride, steps, bias, target, y_stride, size
-            )
+            product_16x4(weights, panel_bytes, values, x_stride, steps, bias, target, y_stride, size)
             continue
         for panel in range(0, GROUPS_PER_LINEAR_UNIT, 2):
             product_32x2(
-                weights + panel * panel_bytes, panel_bytes, values, x_stride, steps,
-                bias + panel * VECTOR_BYTES, target + panel * COLUMNS_PER_GROUP * 2, y_stride, size,
-            )  # fmt: skip
+                weights + panel * panel_bytes,
+                panel_bytes,
+                values,
+                x_stride,
+                steps,
+                bias + panel * VECTOR_BYTES,
+                target + panel * COLUMNS_PER_GROUP * 2,
+                y_stride,
+                size,
+            )
 
 
 def _multiply_units(*arguments: Any) -> None:
@@ -225,33 +305,68 @@ def _multiply_units(*arguments: Any) -> None:
 
 @overload(_multiply_units)
 def _choose_arithmetic(
-    tag: Any, weights: Any, num_units: Any, x: Any, x_stride: Any, steps: Any, bias: Any, y: Any,
-    y_stride: Any, num_tokens: Any, following: Any, group_values: Any,
-) -> Any:  # fmt: skip
+    tag: Any,
+    weights: Any,
+    num_units: Any,
+    x: Any,
+    x_stride: Any,
+    steps: Any,
+    bias: Any,
+    y: Any,
+    y_stride: Any,
+    num_tokens: Any,
+    following: Any,
+    group_values: Any,
+) -> Any:
     multiply_unit = _multiply_unit_in_tiles if tag == types.int32 else _multiply_unit
 
     def by_units(
-        tag: Any, weights: Any, num_units: Any, x: Any, x_stride: Any, steps: Any, bias: Any,
-        y: Any, y_stride: Any, num_tokens: Any, following: Any, group_values: Any,
-    ) -> Any:  # fmt: skip
+        tag: Any,
+        weights: Any,
+        num_units: Any,
+        x: Any,
+        x_stride: Any,
+        steps: Any,
+        bias: Any,
+        y: Any,
+        y_stride: Any,
+        num_tokens: Any,
+        following: Any,
+        group_values: Any,
+    ) -> Any:
         group_bytes = panel_bytes(tag, steps)
         for unit in range(num_units):
             group = unit * GROUPS_PER_LINEAR_UNIT
             multiply_unit(
-                weights + group * group_bytes, group_bytes, x, x_stride, steps,
-                bias + group * VECTOR_BYTES, y + group * COLUMNS_PER_GROUP * 2, y_stride,
+                weights + group * group_bytes,
+                group_bytes,
+                x,
+                x_stride,
+                steps,
+                bias + group * VECTOR_BYTES,
+                y + group * COLUMNS_PER_GROUP * 2,
+                y_stride,
                 num_tokens,
-            )  # fmt: skip
+            )
 
     def by_panels(
-        tag: Any, weights: Any, num_units: Any, x: Any, x_stride: Any, steps: Any, bias: Any,
-        y: Any, y_stride: Any, num_tokens: Any, following: Any, group_values: Any,
-    ) -> Any:  # fmt: skip
+        tag: Any,
+        weights: Any,
+        num_units: Any,
+        x: Any,
+        x_stride: Any,
+        steps: Any,
+        bias: Any,
+        y: Any,
+        y_stride: Any,
+        num_tokens: Any,
+        following: Any,
+        group_values: Any,
+    ) -> Any:
         num_panels = num_units * _UNIT_COLUMNS // _LANES
         _multiply_panels(
-            tag, weights, num_panels, x, steps, bias, y, y_stride, num_tokens, following,
-            group_values,
-        )  # fmt: skip
+            tag, weights, num_panels, x, steps, bias, y, y_stride, num_tokens, following, group_values
+        )
 
     return by_units if tag in (types.int16, types.int32) else by_panels
 
@@ -265,9 +380,17 @@ def _unit_bytes(tag: Any, steps: int) -> int:
 
 @part
 def _multiply_share(
-    tag: Any, matrices: int, x: int, x_stride: int, order: int, steps: int, num_tokens: int,
-    rows: int, first: int, last: int,
-) -> None:  # fmt: skip
+    tag: Any,
+    matrices: int,
+    x: int,
+    x_stride: int,
+    order: int,
+    steps: int,
+    num_tokens: int,
+    rows: int,
+    first: int,
+    last: int,
+) -> None:
     """Units [first, last), counted through all matrices.
 
     rows: scratch of this share, in which it converts rows of x; 0 = x needs no conversion.
@@ -363,6 +486,4 @@ def multiply(
         first = num_units * worker // workers
         last = num_units * (worker + 1) // workers
         own = rows + worker * copy_bytes
-        call_function(
-            share, (tag, matrices, x, x_stride, order, steps, num_tokens, own, first, last)
-        )
+        call_function(share, (tag, matrices, x, x_stride, order, steps, num_tokens, own, first, last))

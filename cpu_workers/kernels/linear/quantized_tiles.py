@@ -119,9 +119,8 @@ class _Tile:
         self._scale(group, totals)
 
     def _add_products(
-        self, starts: list[ir.Value], values: ir.Value, step: ir.Value, u: int,
-        totals: list[ir.Value],
-    ) -> None:  # fmt: skip
+        self, starts: list[ir.Value], values: ir.Value, step: ir.Value, u: int, totals: list[ir.Value]
+    ) -> None:
         """One product of each token with each panel; the shorter side stays in registers."""
         emit, integers, num_panels = self.emit, self.integers, len(self.panels)
 
@@ -213,9 +212,20 @@ class _Tile:
 
 
 @emits(
-    "num_tokens", "weights", "panel_bytes", "x", "steps", "bias", "y", "y_stride", "last_token",
-    "ahead", "is_half", "group_values", is_half=types.boolean,
-)  # fmt: skip
+    "num_tokens",
+    "weights",
+    "panel_bytes",
+    "x",
+    "steps",
+    "bias",
+    "y",
+    "y_stride",
+    "last_token",
+    "ahead",
+    "is_half",
+    "group_values",
+    is_half=types.boolean,
+)
 def quantized_product(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], by codes.
 
@@ -225,9 +235,7 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
     """
     integers = Integers(emit)
     emit, builder = integers.emit, emit.builder
-    num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half, octets = (
-        args
-    )
+    num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half, octets = args
     num_groups = builder.sdiv(steps, I64(integers.format.group_size // 2))
     panels_of = ROW_FORMATS[emit.tag.name].panels_of
     most = max(size * panels for size, panels in panels_of.items())
@@ -241,11 +249,7 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
         prefetch = _prefetch_ahead(tile, ahead, is_half=is_half)
         with cgutils.for_range(builder, num_groups) as loop:
             tile.add_group(loop.index, prefetch)
-        totals = [
-            emit.load(tile.sum_place(t, p), emit.f32s)
-            for t in range(size)
-            for p in range(len(panels))
-        ]
+        totals = [emit.load(tile.sum_place(t, p), emit.f32s) for t in range(size) for p in range(len(panels))]
         write_sums(emit, size, totals, bias, y, y_stride, last)
 
     cases = {(size, False): partial(emit_tile, size, is_half=False) for size in panels_of}

@@ -54,9 +54,7 @@ _HAS_MANY = process_isa().has_many_registers
 # Panels of a tile by number of tokens: sums, the shorter side of the tile, one value of the longer
 # side and one more fit the registers. Blocks of tokens may have any of these sizes.
 _PANELS_OF = (
-    {1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 3, 7: 3, 8: 3}
-    if _HAS_MANY
-    else {1: 4, 2: 4, 3: 4, 4: 3, 5: 2, 6: 2}
+    {1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 3, 7: 3, 8: 3} if _HAS_MANY else {1: 4, 2: 4, 3: 4, 4: 3, 5: 2, 6: 2}
 )
 # Products of integers need one more register.
 _PANELS_OF_CODES = _PANELS_OF if _HAS_MANY else {1: 4, 2: 4, 3: 3, 4: 2, 5: 2}
@@ -135,15 +133,7 @@ def token_blocks(tag: Any, num_tokens: int) -> tuple[int, int, int]:
 
 @part
 def make_blocks(
-    tag: Any,
-    x: int,
-    x_stride: int,
-    order: int,
-    steps: int,
-    num_tokens: int,
-    rows: int,
-    first: int,
-    last: int,
+    tag: Any, x: int, x_stride: int, order: int, steps: int, num_tokens: int, rows: int, first: int, last: int
 ) -> None:
     """Convert blocks [first, last): block by block, chunk by chunk, then token by token.
 

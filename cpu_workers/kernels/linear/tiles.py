@@ -14,12 +14,7 @@ from ..simd.bfloat16 import WIDE_ROW_BYTES
 from ..simd.emitter import F32X16, I32, I32X16, I64, VECTOR_BYTES, Emitter
 from ..simd.intrinsics import emits
 from ..simd.isa import process_isa
-from ..simd.layout import (
-    CODED,
-    COLUMNS_PER_GROUP,
-    LINEAR_STEPS_UNROLLED,
-    WIDE_STEPS,
-)
+from ..simd.layout import CODED, COLUMNS_PER_GROUP, LINEAR_STEPS_UNROLLED, WIDE_STEPS
 from ..simd.products import Product, choose
 from .rows import FLOAT32_ROWS
 
@@ -62,9 +57,18 @@ def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> 
     """
 
     @emits(
-        "weights", "group_bytes", "x", "x_stride", "steps", "bias", "y", "y_stride", "last_token",
-        "ahead", tag=types.int16,
-    )  # fmt: skip
+        "weights",
+        "group_bytes",
+        "x",
+        "x_stride",
+        "steps",
+        "bias",
+        "y",
+        "y_stride",
+        "last_token",
+        "ahead",
+        tag=types.int16,
+    )
     def product(emit: Emitter, *args: ir.Value) -> None:
         builder = emit.builder
         weights, group_bytes, x, x_stride, steps, bias, y, y_stride, last_token, ahead = args
@@ -112,9 +116,13 @@ product_8x2_ahead_in_2 = _make_product(8, 2, lines_ahead=LINEAR_STEPS_UNROLLED)
 
 
 def _sums(
-    emit: Emitter, panels: list[ir.Value], num_tokens: int, x: ir.Value, steps: ir.Value,
+    emit: Emitter,
+    panels: list[ir.Value],
+    num_tokens: int,
+    x: ir.Value,
+    steps: ir.Value,
     prefetch: Callable[[ir.Value, ir.Value], None],
-) -> list[ir.Value]:  # fmt: skip
+) -> list[ir.Value]:
     """Products of a block of tokens and some panels, chunk by chunk."""
     builder = emit.builder
 
@@ -130,9 +138,7 @@ def _sums(
             distance = row * WIDE_ROW_BYTES + piece * (WIDE_ROW_BYTES // 2)
             return emit.offset(emit.offset(start, step, 4), distance)
 
-        product = Product(
-            emit, panels, num_tokens, place_of, 4, line_bytes=emit.bytes, are_words_apart=True
-        )
+        product = Product(emit, panels, num_tokens, place_of, 4, line_bytes=emit.bytes, are_words_apart=True)
 
         def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
             results = list(totals)
@@ -151,9 +157,14 @@ def _sums(
 
 
 def write_sums(
-    emit: Emitter, num_tokens: int, totals: list[ir.Value], bias: ir.Value, y: ir.Value,
-    y_stride: ir.Value, last_token: ir.Value,
-) -> None:  # fmt: skip
+    emit: Emitter,
+    num_tokens: int,
+    totals: list[ir.Value],
+    bias: ir.Value,
+    y: ir.Value,
+    y_stride: ir.Value,
+    last_token: ir.Value,
+) -> None:
     """Add the bias, round, and write; tokens behind the last one are not written."""
     builder = emit.builder
     rows = [emit.row(y, y_stride, t, last_token) for t in range(num_tokens)]
@@ -167,9 +178,20 @@ def write_sums(
 
 
 @emits(
-    "num_tokens", "weights", "panel_bytes", "x", "steps", "bias", "y", "y_stride", "last_token",
-    "ahead", "is_half", tag=types.uint16, is_half=types.boolean,
-)  # fmt: skip
+    "num_tokens",
+    "weights",
+    "panel_bytes",
+    "x",
+    "steps",
+    "bias",
+    "y",
+    "y_stride",
+    "last_token",
+    "ahead",
+    "is_half",
+    tag=types.uint16,
+    is_half=types.boolean,
+)
 def wide_product(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], in float32.
 

@@ -83,12 +83,7 @@ def store_delta(
         rows, row_stride = x + first * x_stride, x_stride
         if is_widened(tag):
             for token in range(tokens):
-                widen(
-                    rows + token * x_stride,
-                    row_bytes // 4,
-                    wide + token * row_bytes,
-                    row_bytes // 2,
-                )
+                widen(rows + token * x_stride, row_bytes // 4, wide + token * row_bytes, row_bytes // 2)
             rows, row_stride = wide, row_bytes
         hidden = h
         for t in range(num_targets):
@@ -96,10 +91,17 @@ def store_delta(
             rank = int64_at(line, RANK_WORD)
             tiles = -(-rank // RANKS_PER_TILE)
             shrink_target(
-                tag, region + int64_at(line, A_WORD), tiles,
-                float32_at(line + 8 * SCALING_WORD, 0), rows, row_stride, in_steps, tokens, hidden,
+                tag,
+                region + int64_at(line, A_WORD),
+                tiles,
+                float32_at(line + 8 * SCALING_WORD, 0),
+                rows,
+                row_stride,
+                in_steps,
+                tokens,
+                hidden,
                 h_stride,
-            )  # fmt: skip
+            )
             hidden += 4 * tiles * RANKS_PER_TILE
         hidden = h
         columns = y + first * y_stride
@@ -111,8 +113,16 @@ def store_delta(
                 _store_nothing(num_groups, tokens, columns, y_stride)
             else:
                 store_target(
-                    tag, region + int64_at(line, B_WORD), -(-rank // 2), num_groups, hidden,
-                    h_stride, tokens, columns, y_stride, COLUMNS_PER_GROUP * _ITEM_BYTES,
-                )  # fmt: skip
+                    tag,
+                    region + int64_at(line, B_WORD),
+                    -(-rank // 2),
+                    num_groups,
+                    hidden,
+                    h_stride,
+                    tokens,
+                    columns,
+                    y_stride,
+                    COLUMNS_PER_GROUP * _ITEM_BYTES,
+                )
             hidden += 4 * -(-rank // RANKS_PER_TILE) * RANKS_PER_TILE
             columns += num_groups * COLUMNS_PER_GROUP * _ITEM_BYTES

@@ -39,9 +39,15 @@ def _scale_target(
 
 @part
 def _scale_share(
-    is_float32: bool, targets: int, num_targets: int, pointers: int, row_stride: int, batch: int,
-    first: int, last: int,
-) -> None:  # fmt: skip
+    is_float32: bool,
+    targets: int,
+    num_targets: int,
+    pointers: int,
+    row_stride: int,
+    batch: int,
+    first: int,
+    last: int,
+) -> None:
     """The tokens [first, last) of the pass."""
     for s in range(int64_at(batch, _NUM_SEGMENTS)):
         begin = max(first, int32_at(int64_at(batch, _STARTS), s))
@@ -52,16 +58,26 @@ def _scale_share(
             factors = int64_at(entries, int64_at(target, _INDEX))
             if factors and begin < end:
                 _scale_target(
-                    int64_at(target, _Y), int64_at(target, _STRIDE), int64_at(target, _COLUMNS),
-                    factors, is_float32, begin, end,
-                )  # fmt: skip
+                    int64_at(target, _Y),
+                    int64_at(target, _STRIDE),
+                    int64_at(target, _COLUMNS),
+                    factors,
+                    is_float32,
+                    begin,
+                    end,
+                )
 
 
 @kernel(parallel=True)
 def scale_rows(
-    is_float32: bool, targets: int, num_targets: int, pointers: int, row_stride: int, batch: int,
+    is_float32: bool,
+    targets: int,
+    num_targets: int,
+    pointers: int,
+    row_stride: int,
+    batch: int,
     num_threads: int,
-) -> None:  # fmt: skip
+) -> None:
     """Scale the outputs of all targets that have factors, in place.
 
     is_float32: whether y is float32; otherwise it is bfloat16.
@@ -86,6 +102,4 @@ def scale_rows(
     for worker in prange(num_threads):
         first = begin + (end - begin) * worker // num_threads
         last = begin + (end - begin) * (worker + 1) // num_threads
-        call_function(
-            share, (is_float32, targets, num_targets, pointers, row_stride, batch, first, last)
-        )
+        call_function(share, (is_float32, targets, num_targets, pointers, row_stride, batch, first, last))

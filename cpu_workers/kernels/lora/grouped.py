@@ -99,9 +99,7 @@ def _make_plan(
 
 
 @part
-def _expand_cost(
-    plan: Plan,
-) -> int:
+def _expand_cost(plan: Plan) -> int:
     cost = 0
     for s in range(plan.shape[0] - 1):
         units = plan[s + 1, _EXPAND_UNIT] - plan[s, _EXPAND_UNIT]
@@ -110,10 +108,7 @@ def _expand_cost(
 
 
 @part
-def _expand_unit_at(
-    plan: Plan,
-    cost: int,
-) -> int:
+def _expand_unit_at(plan: Plan, cost: int) -> int:
     """The unit before which units cost ``cost`` ranks together."""
     last = plan.shape[0] - 1
     for s in range(last):
@@ -126,15 +121,7 @@ def _expand_unit_at(
 
 
 @part
-def _shrink_share(
-    tag: Any,
-    plan: Plan,
-    x: int,
-    x_stride: int,
-    in_steps: int,
-    first: int,
-    last: int,
-) -> None:
+def _shrink_share(tag: Any, plan: Plan, x: int, x_stride: int, in_steps: int, first: int, last: int) -> None:
     """Units [first, last): 8 tokens and 8 ranks each; neighbours of one token block go in pairs."""
     tile_bytes = in_steps * VECTOR_BYTES
     s = 0
@@ -153,20 +140,13 @@ def _shrink_share(
         values = x + (plan[s, _START] + token) * x_stride
         h = plan[s, _HIDDEN] + token * h_stride + 4 * tile * RANKS_PER_TILE
         shrink_tokens(
-            tag, a, tile_bytes, is_pair, values, x_stride, in_steps, scaling, h, h_stride,
-            end - token,
-        )  # fmt: skip
+            tag, a, tile_bytes, is_pair, values, x_stride, in_steps, scaling, h, h_stride, end - token
+        )
         unit += 2 if is_pair else 1
 
 
 @part
-def _expand_share(
-    tag: Any,
-    plan: Plan,
-    itemsize: int,
-    first: int,
-    last: int,
-) -> None:
+def _expand_share(tag: Any, plan: Plan, itemsize: int, first: int, last: int) -> None:
     """Units [first, last): 4 tokens and 128 columns each."""
     s = 0
     for unit in range(first, last):
@@ -189,9 +169,17 @@ def _expand_share(
         while group < last_group:
             is_wide = last_group - group >= _WIDE_GROUPS
             expand_tokens(
-                tag, plan[s, _B] + group * group_bytes, group_bytes, is_wide, h, h_stride, steps,
-                row + group * COLUMNS_PER_GROUP * itemsize, y_stride, end - token,
-            )  # fmt: skip
+                tag,
+                plan[s, _B] + group * group_bytes,
+                group_bytes,
+                is_wide,
+                h,
+                h_stride,
+                steps,
+                row + group * COLUMNS_PER_GROUP * itemsize,
+                y_stride,
+                end - token,
+            )
             group += _WIDE_GROUPS if is_wide else 1
 
 
@@ -255,14 +243,29 @@ def _tokens_share(
                 h_stride = 4 * tiles * RANKS_PER_TILE
                 h = plan[p, _HIDDEN] + (first - plan[p, _START]) * h_stride
                 shrink_target(
-                    tag, plan[p, _A], tiles, float32_at(plan[p, _SCALING], 0), rows, stride,
-                    in_steps, count, h, h_stride,
-                )  # fmt: skip
+                    tag,
+                    plan[p, _A],
+                    tiles,
+                    float32_at(plan[p, _SCALING], 0),
+                    rows,
+                    stride,
+                    in_steps,
+                    count,
+                    h,
+                    h_stride,
+                )
                 add_target(
-                    tag, plan[p, _B], -(-rank * itemsize // 4), plan[p, _NUM_GROUPS], h, h_stride,
-                    count, plan[p, _Y] + first * plan[p, _Y_STRIDE], plan[p, _Y_STRIDE],
+                    tag,
+                    plan[p, _B],
+                    -(-rank * itemsize // 4),
+                    plan[p, _NUM_GROUPS],
+                    h,
+                    h_stride,
+                    count,
+                    plan[p, _Y] + first * plan[p, _Y_STRIDE],
+                    plan[p, _Y_STRIDE],
                     COLUMNS_PER_GROUP * itemsize,
-                )  # fmt: skip
+                )
             first += count
 
 
@@ -299,10 +302,19 @@ def add_deltas(
     num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot query itself.
     """
     plan = _make_plan(
-        targets, num_targets, a_pointers, b_pointers, ranks, scalings, row_stride,
-        int64_at(batch, _STARTS), int64_at(batch, _ENDS), int64_at(batch, _ROWS),
-        int64_at(batch, _NUM_SEGMENTS), int64_at(batch, _SCRATCH),
-    )  # fmt: skip
+        targets,
+        num_targets,
+        a_pointers,
+        b_pointers,
+        ranks,
+        scalings,
+        row_stride,
+        int64_at(batch, _STARTS),
+        int64_at(batch, _ENDS),
+        int64_at(batch, _ROWS),
+        int64_at(batch, _NUM_SEGMENTS),
+        int64_at(batch, _SCRATCH),
+    )
     num_segments, wide = int64_at(batch, _NUM_SEGMENTS), int64_at(batch, _WIDE)
     num_tokens = token_cost = 0
     for s in range(num_segments):
@@ -311,9 +323,7 @@ def add_deltas(
     if num_tokens >= _TOKENS_OF_THREAD * num_threads:
         begin, end = plan[0, _START], plan[num_segments - 1, _START]
         end += plan[num_segments - 1, _TOKENS]
-        all_tokens = (
-            tag, plan, num_segments, itemsize, x, x_stride, in_steps, wide, begin, end,
-        )  # fmt: skip
+        all_tokens = (tag, plan, num_segments, itemsize, x, x_stride, in_steps, wide, begin, end)
         tokens = address_of(_tokens_share, all_tokens)
         if num_threads == 1:
             call_function(tokens, all_tokens)
@@ -324,8 +334,7 @@ def add_deltas(
             cost = token_cost * (worker + 1) // num_threads
             last = _token_at(plan, num_segments, in_steps, cost)
             call_function(
-                tokens,
-                (tag, plan, num_segments, itemsize, x, x_stride, in_steps, wide, first, last),
+                tokens, (tag, plan, num_segments, itemsize, x, x_stride, in_steps, wide, first, last)
             )
         return
     if is_widened(tag):

@@ -79,9 +79,18 @@ def shrink_target(
     while tile < tiles:
         is_pair = tile + 1 < tiles
         shrink_tokens(
-            tag, a, tile_bytes, is_pair, x, x_stride, in_steps, scaling,
-            h + 4 * tile * RANKS_PER_TILE, h_stride, num_tokens,
-        )  # fmt: skip
+            tag,
+            a,
+            tile_bytes,
+            is_pair,
+            x,
+            x_stride,
+            in_steps,
+            scaling,
+            h + 4 * tile * RANKS_PER_TILE,
+            h_stride,
+            num_tokens,
+        )
         num_tiles = 2 if is_pair else 1
         tile += num_tiles
         a += num_tiles * tile_bytes

@@ -80,12 +80,7 @@ class Emitter:
     """
 
     def __init__(
-        self,
-        builder: ir.IRBuilder,
-        tag: types.Type,
-        *,
-        is_float32_product: bool = False,
-        lanes: int = 16,
+        self, builder: ir.IRBuilder, tag: types.Type, *, is_float32_product: bool = False, lanes: int = 16
     ) -> None:
         self.builder = builder
         self.tag = tag
@@ -101,9 +96,8 @@ class Emitter:
     def of_registers(self, *, is_float32_product: bool = False) -> "Emitter":
         """The same for vectors of the processor's register width."""
         return Emitter(
-            self.builder, self.tag, is_float32_product=is_float32_product,
-            lanes=process_isa().lanes,
-        )  # fmt: skip
+            self.builder, self.tag, is_float32_product=is_float32_product, lanes=process_isa().lanes
+        )
 
     def load(self, address: ir.Value, kind: ir.Type) -> ir.Value:
         """A value of ``kind`` from ``address``, which need not be aligned."""
@@ -247,9 +241,7 @@ class Emitter:
             return self.call(name, F32X16, [total, columns, row])
         return self.fma(columns, row, total)
 
-    def multiply_add(
-        self, a: tuple[ir.Value, ...], b: tuple[ir.Value, ...], total: ir.Value
-    ) -> ir.Value:
+    def multiply_add(self, a: tuple[ir.Value, ...], b: tuple[ir.Value, ...], total: ir.Value) -> ir.Value:
         """Give a * b + total for what ``operands`` returns; pairs of bfloat16 add two products."""
         for left, right in zip(a, b, strict=True):
             total = self.multiply_piece(left, right, total)

@@ -152,9 +152,7 @@ class Integers:
         builder, count = self.emit.builder, vector.type.count
         kind, undefined = ir.VectorType(I32, count // 2), ir.Constant(vector.type, ir.Undefined)
         even, odd = (
-            builder.shuffle_vector(
-                vector, undefined, ir.Constant(kind, list(range(first, count, 2)))
-            )
+            builder.shuffle_vector(vector, undefined, ir.Constant(kind, list(range(first, count, 2))))
             for first in (0, 1)
         )
         return builder.add(even, odd)

@@ -45,8 +45,15 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 # From the highest to the lowest; a processor with one has all lower ones.
 LEVELS = (
     CpuIsa(
-        "avx512-bf16", frozenset({"avx512bf16"}), 16, True, True, True, "avx512vnni",
-        "products of bfloat16 pairs, two per value of 512-bit vectors", "x86-64-v4",
+        "avx512-bf16",
+        frozenset({"avx512bf16"}),
+        16,
+        True,
+        True,
+        True,
+        "avx512vnni",
+        "products of bfloat16 pairs, two per value of 512-bit vectors",
+        "x86-64-v4",
         {
             "ATEN_CPU_CAPABILITY": "avx512",
             "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
@@ -54,8 +61,15 @@ LEVELS = (
         },
     ),
     CpuIsa(
-        "avx512", _AVX512, 16, True, True, False, "avx512vnni",
-        "bfloat16 weights, float32 products in 512-bit vectors", "x86-64-v4",
+        "avx512",
+        _AVX512,
+        16,
+        True,
+        True,
+        False,
+        "avx512vnni",
+        "bfloat16 weights, float32 products in 512-bit vectors",
+        "x86-64-v4",
         {
             "ATEN_CPU_CAPABILITY": "avx512",
             "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
@@ -63,24 +77,34 @@ LEVELS = (
         },
     ),
     CpuIsa(
-        "avx2", _AVX2, 8, False, True, False, "avxvnni",
-        "bfloat16 weights, float32 products in 256-bit vectors", "x86-64-v3",
-        {
-            "ATEN_CPU_CAPABILITY": "avx2",
-            "ONEDNN_MAX_CPU_ISA": "AVX2",
-            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        },
+        "avx2",
+        _AVX2,
+        8,
+        False,
+        True,
+        False,
+        "avxvnni",
+        "bfloat16 weights, float32 products in 256-bit vectors",
+        "x86-64-v3",
+        {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     ),
     CpuIsa(
-        "generic", frozenset(), 4, False, False, False, None,
-        "bfloat16 weights, float32 products in 128-bit vectors", "generic",
+        "generic",
+        frozenset(),
+        4,
+        False,
+        False,
+        False,
+        None,
+        "bfloat16 weights, float32 products in 128-bit vectors",
+        "generic",
         {
             "ATEN_CPU_CAPABILITY": "default",
             "ONEDNN_MAX_CPU_ISA": "SSE41",
             "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
         },
     ),
-)  # fmt: skip
+)
 
 AUTO = "auto"
 NAMES = (AUTO, *(level.name for level in LEVELS))
@@ -95,9 +119,7 @@ def forcing_environment(name: str) -> dict[str, str]:
         return {}
     level = next(level for level in LEVELS if level.name == name)
     features = ",".join(f"+{feature}" for feature in sorted(_needed(level)))
-    return {
-        "NUMBA_CPU_NAME": level.llvm_cpu, "NUMBA_CPU_FEATURES": features, **level.environment
-    }  # fmt: skip
+    return {"NUMBA_CPU_NAME": level.llvm_cpu, "NUMBA_CPU_FEATURES": features, **level.environment}
 
 
 def level_of(features: frozenset[str]) -> CpuIsa:

@@ -91,15 +91,28 @@ class Levels:
 NF4_LEVELS = Levels(
     np.array(
         [
-            -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-            -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-            0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-            0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+            -1.0,
+            -0.6961928009986877,
+            -0.5250730514526367,
+            -0.39491748809814453,
+            -0.28444138169288635,
+            -0.18477343022823334,
+            -0.09105003625154495,
+            0.0,
+            0.07958029955625534,
+            0.16093020141124725,
+            0.24611230194568634,
+            0.33791524171829224,
+            0.44070982933044434,
+            0.5626170039176941,
+            0.7229568362236023,
+            1.0,
         ],
         np.float32,
     ),
-    unit=914, zero=7,
-)  # fmt: skip
+    unit=914,
+    zero=7,
+)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Floats of 4 bits, the sign first; exact in the kernel.
 MXFP4_LEVELS = Levels(np.array([*_E2M1, *(-one for one in _E2M1)], np.float32), unit=2, zero=0)
@@ -205,9 +218,7 @@ def padded_linear_features(
     is_in_tiles = tag.dtype == BFLOAT16_TILES.dtype
     in_multiple = 2 * (STEPS_PER_TILE if is_in_tiles else LINEAR_STEPS_UNROLLED)
     out_multiple = COLUMNS_PER_GROUP * GROUPS_PER_LINEAR_UNIT
-    return -(-in_features // in_multiple) * in_multiple, -(
-        -out_features // out_multiple
-    ) * out_multiple
+    return -(-in_features // in_multiple) * in_multiple, -(-out_features // out_multiple) * out_multiple
 
 
 def linear_panel_columns(tag: np.generic) -> int:
@@ -245,9 +256,7 @@ def pack_linear(weight: np.ndarray, packed: np.ndarray, tag: np.generic) -> None
         target[:] = lines.view(np.uint16).reshape(target.shape)
 
 
-def unpack_linear(
-    packed: np.ndarray, out_features: int, in_features: int, tag: np.generic
-) -> np.ndarray:
+def unpack_linear(packed: np.ndarray, out_features: int, in_features: int, tag: np.generic) -> np.ndarray:
     """The original W [out, in] of ``pack_linear``: a copy."""
     panels, pairs, values = packed.shape
     lines = np.ascontiguousarray(_by_column(packed, tag)).reshape(panels, pairs, values // 2, 2)
@@ -275,9 +284,7 @@ def quantized_shape(out_features: int, in_features: int, tag: np.generic) -> tup
     return num_panels, in_features // coded.group_size, coded.block_bytes
 
 
-def pack_quantized(
-    codes: np.ndarray, scales: np.ndarray, tag: np.generic, blocks: np.ndarray
-) -> None:
+def pack_quantized(codes: np.ndarray, scales: np.ndarray, tag: np.generic, blocks: np.ndarray) -> None:
     """Lay out W for ``linear.multiply`` with ``tag``.
 
     codes [out, in], of 8 bits int8, of 4 bits uint8 below 16; scales float32 [out, in / group],
@@ -305,9 +312,7 @@ def pack_quantized(
         scale_targets[panel, :, : len(rows)] = rows.T
 
 
-def unpack_quantized(
-    blocks: np.ndarray, out_features: int, tag: np.generic
-) -> tuple[np.ndarray, np.ndarray]:
+def unpack_quantized(blocks: np.ndarray, out_features: int, tag: np.generic) -> tuple[np.ndarray, np.ndarray]:
     """The original codes and scales of ``pack_quantized``: copies.
 
     Where the format has exponents there are no scales: [out, 0].

@@ -62,9 +62,7 @@ class Product:
                     for p, column in zip(held, columns, strict=True):
                         self._add(r, p, column, value, totals)
 
-    def _add(
-        self, r: int, p: int, column: ir.Value, value: ir.Value, totals: list[ir.Value]
-    ) -> None:
+    def _add(self, r: int, p: int, column: ir.Value, value: ir.Value, totals: list[ir.Value]) -> None:
         slot = r * len(self.panels) + p
         totals[slot] = self.emit.multiply_piece(column, value, totals[slot])
 

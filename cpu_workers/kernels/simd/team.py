@@ -16,9 +16,7 @@ def _own_thread_id(typing_context: Any) -> tuple[Any, Any]:
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
-        function = builder.module.globals.get("gettid") or ir.Function(
-            builder.module, kind, "gettid"
-        )
+        function = builder.module.globals.get("gettid") or ir.Function(builder.module, kind, "gettid")
         return builder.call(function, [])
 
     return types.int32(), codegen

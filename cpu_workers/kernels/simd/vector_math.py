@@ -63,9 +63,7 @@ def constant_i32(values: Sequence[int]) -> ir.Constant:
     return ir.Constant(I32X16, list(values))
 
 
-def shuffle(
-    builder: ir.IRBuilder, left: ir.Value, right: ir.Value, lanes: Sequence[int]
-) -> ir.Value:
+def shuffle(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, lanes: Sequence[int]) -> ir.Value:
     """The named lanes of two vectors; those of the right one follow those of the left."""
     mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
     return builder.shuffle_vector(left, right, mask)
@@ -113,9 +111,7 @@ def fold_each(builder: ir.IRBuilder, vectors: list[ir.Value], combine: Combine) 
     return vectors[0]
 
 
-def fold_neighbours(
-    builder: ir.IRBuilder, vector: ir.Value, count: int, combine: Combine
-) -> ir.Value:
+def fold_neighbours(builder: ir.IRBuilder, vector: ir.Value, count: int, combine: Combine) -> ir.Value:
     """Fold each ``count`` neighbouring lanes, a power of two; all of them get the result."""
     distance = count // 2
     while distance:
@@ -204,9 +200,7 @@ def load_first(emit: Emitter, address: ir.Value, num_bytes: ir.Value) -> ir.Valu
     return builder.load(buffer)
 
 
-def store_first(
-    emit: Emitter, parts: Sequence[ir.Value], address: ir.Value, num_bytes: ir.Value
-) -> None:
+def store_first(emit: Emitter, parts: Sequence[ir.Value], address: ir.Value, num_bytes: ir.Value) -> None:
     """Write the first ``num_bytes`` of vectors that are 64 bytes together."""
     builder = emit.builder
     buffer = cgutils.alloca_once(builder, I32X16)

@@ -47,9 +47,7 @@ class AgentState:
     leader: Leader
     stop: asyncio.Event  # set to end the agent
     num_places: int | None
-    gone: dict[str, int] = field(
-        default_factory=dict
-    )  # unloaded names, and the revisions of their removal
+    gone: dict[str, int] = field(default_factory=dict)  # unloaded names, and the revisions of their removal
 
     def report(self) -> AgentReport:
         """Return the report for the controller."""
@@ -102,9 +100,7 @@ class AgentRoutes:
         manifest, rank = await self._state.store.ingest(source, self._state.release)
         self._state.fleet.changed.set()
         num_bytes = sum(one.num_bytes for one in manifest.files)
-        return struct_response(
-            CheckedAdapter(digest=manifest.digest, rank=rank, num_bytes=num_bytes)
-        )
+        return struct_response(CheckedAdapter(digest=manifest.digest, rank=rank, num_bytes=num_bytes))
 
     async def ensure(self, request: web.Request) -> web.Response:
         """Have an engine serve an adapter, at the requested revision or a later one."""
@@ -140,9 +136,11 @@ class AgentRoutes:
             fleet.drain(change.engine_id, self._state.drain_timeout_s)
         else:
             raise HttpError(
-                400, "action must be add, or drain or remove with an engine_id",
-                code="invalid_value", param="action",
-            )  # fmt: skip
+                400,
+                "action must be add, or drain or remove with an engine_id",
+                code="invalid_value",
+                param="action",
+            )
         return struct_response(self._state.report())
 
     async def join(self, request: web.Request) -> web.Response:

@@ -38,8 +38,6 @@ class EngineListFile:
     def write(self, num_ids: int, engine_ids: list[str]) -> None:
         """Write the list. A failure is logged only: engines go on without it."""
         try:
-            write_whole(
-                self._path, msgspec.json.encode(_EngineList(self._run_id, num_ids, engine_ids))
-            )
+            write_whole(self._path, msgspec.json.encode(_EngineList(self._run_id, num_ids, engine_ids)))
         except OSError as error:
             _logger.warning("cannot write engine list to %s: %s", self._path, error)

@@ -60,10 +60,9 @@ class EngineFleet:
     def statuses(self) -> tuple[EngineStatus, ...]:
         """Return statuses for reports; an engine is ready when its adapters can be changed."""
         return tuple(
-            status if status.state != READY or status.engine_id in self._served
-            else _starting(status)
+            status if status.state != READY or status.engine_id in self._served else _starting(status)
             for status in self._launcher.list()
-        )  # fmt: skip
+        )
 
     def served(self, engine_id: str) -> ServedAdapters:
         """Return the adapters of an engine. Raises ``HttpError`` if it is not ready."""
@@ -136,9 +135,7 @@ class EngineFleet:
             try:
                 served = await self._connect(url)
             except HttpError as error:
-                _logger.warning(
-                    "engine %s is ready but does not answer (will retry): %s", engine_id, error
-                )
+                _logger.warning("engine %s is ready but does not answer (will retry): %s", engine_id, error)
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
             self._served[engine_id] = served
@@ -156,9 +153,7 @@ class EngineFleet:
         tries = 0 if lasted_s >= _LASTING_S else self._wanted[engine_id]
         self._wanted[engine_id] = tries + 1
         after_s = _RESTART_AFTER_S[min(tries, len(_RESTART_AFTER_S) - 1)]
-        _logger.warning(
-            "engine %s ended (%s); restarting it in %g s", engine_id, status.reason, after_s
-        )
+        _logger.warning("engine %s ended (%s); restarting it in %g s", engine_id, status.reason, after_s)
         self._tasks.begin(self._restart(engine_id, after_s))
 
     async def _restart(self, engine_id: str, after_s: float) -> None:

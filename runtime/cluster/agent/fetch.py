@@ -77,9 +77,7 @@ class Fetcher:
                 return
         started_s = time.monotonic()
         try:
-            manifest, _ = await self._store.ingest(
-                Path(entry.source), self._release, expected=entry.digest
-            )
+            manifest, _ = await self._store.ingest(Path(entry.source), self._release, expected=entry.digest)
         except AdapterError as error:
             reasons.append(str(error))
         else:
@@ -88,9 +86,10 @@ class Fetcher:
             return
         self._count(SOURCE, num_lost=1)
         raise HttpError(
-            503, f"no source has the files of {entry.name!r}: {'; '.join(reasons)}",
+            503,
+            f"no source has the files of {entry.name!r}: {'; '.join(reasons)}",
             code="adapter_unavailable",
-        )  # fmt: skip
+        )
 
     async def _from_peer(self, peer: str, digest: str) -> int:
         """Fetch an adapter; return the number of bytes from the peer."""

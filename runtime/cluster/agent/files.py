@@ -146,9 +146,7 @@ def is_wellformed(manifest: Manifest) -> bool:
 def holds(directory: Path, manifest: Manifest) -> bool:
     """Return whether the files match the digests of ``manifest``; reads all files."""
     try:
-        return all(
-            _read_all(directory, one.name, OWN_FILES, _drop) == one for one in manifest.files
-        )
+        return all(_read_all(directory, one.name, OWN_FILES, _drop) == one for one in manifest.files)
     except AdapterError:
         return False
 
@@ -211,9 +209,7 @@ def _pass_on(descriptor: int, folder: Path, name: str, write: Write) -> StoredFi
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns) or (
         num_bytes != before.st_size
     ):
-        raise AdapterError(
-            f"{folder / name} changed while it was read; load it again once it is written"
-        )
+        raise AdapterError(f"{folder / name} changed while it was read; load it again once it is written")
     return StoredFile(name=name, num_bytes=num_bytes, sha256=sha256.hexdigest())
 
 

@@ -40,9 +40,13 @@ class Leader:
 
 
 async def report_forever(
-    session: aiohttp.ClientSession, leader: Leader, make: Callable[[], AgentReport],
-    changed: asyncio.Event, store: AdapterFileStore, release: Release,
-) -> None:  # fmt: skip
+    session: aiohttp.ClientSession,
+    leader: Leader,
+    make: Callable[[], AgentReport],
+    changed: asyncio.Event,
+    store: AdapterFileStore,
+    release: Release,
+) -> None:
     """Report, and follow the orders in the answers. Without a controller, engines go on."""
     is_connected = True
     while True:

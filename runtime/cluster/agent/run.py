@@ -34,10 +34,7 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> int | None:
     ``ConfigError`` if the state directory or the port is in use.
     """
     async with make_session(settings.cluster_key) as session:
-        with (
-            contextlib.closing(_store(settings)) as store,
-            bind(settings.host, settings.port) as sock,
-        ):
+        with contextlib.closing(_store(settings)) as store, bind(settings.host, settings.port) as sock:
             listen(sock)
             state = _make_state(settings, store, session, url_of(sock), stop)
             app = AgentRoutes(state).app(settings.cluster_key)
@@ -47,10 +44,9 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> int | None:
                 group.create_task(serve_app(app, sock, ended))
                 reporting = group.create_task(
                     report_forever(
-                        session, state.leader, state.report, state.fleet.changed, store,
-                        state.release,
+                        session, state.leader, state.report, state.fleet.changed, store, state.release
                     )
-                )  # fmt: skip
+                )
                 status = await _wait(stop, state.fleet)
                 if status is None:
                     await state.fleet.drain_all(settings.serve.drain_timeout_s)
@@ -66,16 +62,24 @@ def _store(settings: AgentSettings) -> AdapterFileStore:
 
 
 def _make_state(
-    settings: AgentSettings, store: AdapterFileStore, session: aiohttp.ClientSession, url: str,
+    settings: AgentSettings,
+    store: AdapterFileStore,
+    session: aiohttp.ClientSession,
+    url: str,
     stop: asyncio.Event,
-) -> AgentState:  # fmt: skip
+) -> AgentState:
     directory = Path(settings.state_dir) / "engines"
     directory.mkdir(exist_ok=True)
     launcher = LocalLauncher(
-        division=settings.division, engine=settings.engine, serve=settings.serve,
-        host=settings.host, cluster_key=settings.cluster_key, directory=directory,
-        command=settings.engine_command, session=session,
-    )  # fmt: skip
+        division=settings.division,
+        engine=settings.engine,
+        serve=settings.serve,
+        host=settings.host,
+        cluster_key=settings.cluster_key,
+        directory=directory,
+        command=settings.engine_command,
+        session=session,
+    )
 
     async def connect(engine_url: str) -> ServedAdapters:
         engine = EngineApi(session, engine_url)
@@ -90,10 +94,7 @@ def _make_state(
         url=url,
         store=store,
         fleet=EngineFleet(
-            launcher,
-            settings.agent_id,
-            connect,
-            EngineListFile(directory / "engines.json", settings.run_id),
+            launcher, settings.agent_id, connect, EngineListFile(directory / "engines.json", settings.run_id)
         ),
         fetcher=Fetcher(store, settings.cluster_key, release),
         core_division="\n".join(settings.division.lines()),

@@ -25,9 +25,13 @@ class ServedAdapters:
     """The adapters of one process of an engine; a restart begins with none. One event loop."""
 
     def __init__(
-        self, engine: EngineApi, incarnation: str, store: AdapterFileStore, fetcher: Fetcher,
+        self,
+        engine: EngineApi,
+        incarnation: str,
+        store: AdapterFileStore,
+        fetcher: Fetcher,
         gone: Mapping[str, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``gone``: unloaded names of this agent, and the revisions of their removal."""
         self._engine = engine
         self._incarnation = incarnation
@@ -35,9 +39,7 @@ class ServedAdapters:
         self._fetcher = fetcher
         self._gone = gone
         self._names: dict[str, _Name] = {}
-        self._former: dict[
-            str, set[str]
-        ] = {}  # by digest: names that had this content, and may be draining
+        self._former: dict[str, set[str]] = {}  # by digest: names that had this content, and may be draining
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def ensure(self, entry: AdapterEntry, sources: Sequence[str]) -> Ensured:
@@ -49,9 +51,7 @@ class ServedAdapters:
         """
         served = self._names.get(entry.name)
         if served is None or served.revision < entry.revision:
-            await self._fetcher.ensure(
-                entry, sources
-            )  # without the lock: a newer revision may arrive
+            await self._fetcher.ensure(entry, sources)  # without the lock: a newer revision may arrive
             async with self._lock(entry.name):
                 served = await self._load(entry, sources)
         return Ensured(incarnation=self._incarnation, revision=served.revision)

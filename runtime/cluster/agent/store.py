@@ -23,15 +23,7 @@ from ...errors import AdapterError, ConfigError
 from ...file_calls import FILES
 from ...server.errors import HttpError
 from ..wire import Manifest
-from .files import (
-    MANIFEST_NAME,
-    StoreFullError,
-    copy_adapter,
-    holds,
-    num_bytes_of,
-    rank_of,
-    read_manifest,
-)
+from .files import MANIFEST_NAME, StoreFullError, copy_adapter, holds, num_bytes_of, rank_of, read_manifest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # A new copy is not dropped as unneeded for so long: the name that it gets may still be missing.
@@ -76,9 +68,13 @@ class AdapterFileStore:
     """The copies and their last use. The one unused longest is dropped when room is needed."""
 
     def __init__(
-        self, directory: Path, capacity_bytes: int, *, roots: AdapterRoots = OWN_FILES,
+        self,
+        directory: Path,
+        capacity_bytes: int,
+        *,
+        roots: AdapterRoots = OWN_FILES,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Open ``directory``, which is created if it is missing.
 
         ``roots``: where links in sources may lead. Raises ``ConfigError`` if it cannot be written,
@@ -168,9 +164,7 @@ class AdapterFileStore:
         await self._read(source, lambda _: rank_of(source, self._roots))
         num_bytes = await self._read(source, lambda _: num_bytes_of(source))
         async with self.incoming(num_bytes, release) as directory:
-            manifest = await self._read(
-                source, lambda _: copy_adapter(source, directory, self._roots)
-            )
+            manifest = await self._read(source, lambda _: copy_adapter(source, directory, self._roots))
             try:
                 rank = await asyncio.to_thread(rank_of, directory)
             except AdapterError:

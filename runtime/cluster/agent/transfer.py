@@ -108,18 +108,14 @@ class PeerFiles:
             except (OSError, http.client.HTTPException) as error:
                 raise self._lost(error) from None
             if num_read == 0:
-                raise PeerError(
-                    f"{self._where.netloc} closed the connection in the middle of a file"
-                )
+                raise PeerError(f"{self._where.netloc} closed the connection in the middle of a file")
             num_bytes += num_read
         return num_bytes
 
     def _get(self, path: str) -> http.client.HTTPResponse:
         headers = {"Authorization": f"Bearer {self._key}"}
         try:
-            self._connection.request(
-                "GET", f"{AGENT_FILES_PATH}/{self._digest}{path}", headers=headers
-            )
+            self._connection.request("GET", f"{AGENT_FILES_PATH}/{self._digest}{path}", headers=headers)
             response = self._connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from None

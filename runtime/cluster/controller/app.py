@@ -97,9 +97,7 @@ class ControllerRoutes:
         """Stream the table: first all of it, then changes, until the gateway disconnects."""
         gateway_id = request.query.get("gateway", "")
         if not gateway_id:
-            raise HttpError(
-                400, f"{TABLE_PATH} takes ?gateway=ID", code="missing_field", param="gateway"
-            )
+            raise HttpError(400, f"{TABLE_PATH} takes ?gateway=ID", code="missing_field", param="gateway")
         table = self._parts.table
         stream = EventStream(request, send_timeout_s=_SEND_TIMEOUT_S)
         response = await stream.begin()
@@ -146,14 +144,10 @@ class ControllerRoutes:
         )
         if is_new or now_s - self._used_s.get(agent_id, 0.0) > _STORE_USE_EVERY_S:
             try:
-                parts.registry.set_copies(
-                    agent_id, parts.pool.stored(agent_id, report.copies, now_s)
-                )
+                parts.registry.set_copies(agent_id, parts.pool.stored(agent_id, report.copies, now_s))
                 self._used_s[agent_id] = now_s
             except ResourceError as error:
-                _logger.warning(
-                    "could not save the copies of agent %s (will retry): %s", agent_id, error
-                )
+                _logger.warning("could not save the copies of agent %s (will retry): %s", agent_id, error)
         return struct_response(orders)
 
     async def ensure(self, request: web.Request) -> web.Response:
@@ -189,8 +183,7 @@ class ControllerRoutes:
         """Prometheus exposition."""
         from .metrics import exposition  # not needed at start
 
-        text = exposition(self._parts.table, self._parts.pool, self._parts.members,
-                          self._parts.placing)  # fmt: skip
+        text = exposition(self._parts.table, self._parts.pool, self._parts.members, self._parts.placing)
         return web.Response(body=text, headers={"Content-Type": _METRICS_TYPE})
 
     def _status(self) -> ClusterStatus:

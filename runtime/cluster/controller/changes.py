@@ -32,9 +32,7 @@ _logger = logging.getLogger(__name__)
 class AdapterChanges:
     """Changes to the adapters of the cluster."""
 
-    def __init__(
-        self, registry: Registry, table: RoutingTable, members: Members, commands: Commands
-    ) -> None:
+    def __init__(self, registry: Registry, table: RoutingTable, members: Members, commands: Commands) -> None:
         self._registry = registry
         self._table = table
         self._members = members
@@ -75,9 +73,11 @@ class AdapterChanges:
             if change.action == "unload":
                 return await self._unload(self._known(change.name))
         raise HttpError(
-            400, "action must be load with a path, unload, or pin with pinned",
-            code="invalid_value", param="action",
-        )  # fmt: skip
+            400,
+            "action must be load with a path, unload, or pin with pinned",
+            code="invalid_value",
+            param="action",
+        )
 
     async def retry_unloads(self) -> None:
         """Retry unloads at agents and engines that did not confirm them. Runs for ever."""
@@ -188,10 +188,7 @@ class AdapterChanges:
             except CorunError as error:
                 # The engine loads the new content with the next request for it.
                 _logger.warning(
-                    "engine %s has not loaded the new %r: %s",
-                    engine.engine_id,
-                    entry.name,
-                    error,
+                    "engine %s has not loaded the new %r: %s", engine.engine_id, entry.name, error
                 )
 
     # Unload and pin.
@@ -206,9 +203,7 @@ class AdapterChanges:
                 await self._send_unloads(entry.name)
         except (HttpError, TimeoutError) as error:
             _logger.warning(
-                "adapter %r is unloaded, but not at all engines yet (will retry): %s",
-                entry.name,
-                error,
+                "adapter %r is unloaded, but not at all engines yet (will retry): %s", entry.name, error
             )
         return entry
 

@@ -55,9 +55,13 @@ class Commands:
     """Calls to agents, and to engines of the table. Raises ``HttpError`` with their answers."""
 
     def __init__(
-        self, table: RoutingTable, members: Members, pool: CopyPool,
-        session: aiohttp.ClientSession, roots: AdapterRoots = OWN_FILES,
-    ) -> None:  # fmt: skip
+        self,
+        table: RoutingTable,
+        members: Members,
+        pool: CopyPool,
+        session: aiohttp.ClientSession,
+        roots: AdapterRoots = OWN_FILES,
+    ) -> None:
         """``roots``: where links in directories of adapters may lead."""
         self._table = table
         self._members = members
@@ -80,9 +84,8 @@ class Commands:
         for agent in sorted(agents, key=lambda one: (not one.engines, one.agent_id)):
             try:
                 checked = await self._ask(
-                    agent, AGENT_CHECK_PATH, CheckAdapter(path=path), CheckedAdapter,
-                    _CHECK_TIMEOUT_S,
-                )  # fmt: skip
+                    agent, AGENT_CHECK_PATH, CheckAdapter(path=path), CheckedAdapter, _CHECK_TIMEOUT_S
+                )
             except HttpError as error:
                 errors.append(error)
             else:
@@ -98,9 +101,8 @@ class Commands:
         agent = self._members.agent(card.agent_id)
         sources = self._sources(entry.digest, card.agent_id)
         body = Ensure(
-            engine_id=engine_id, adapter=entry,
-            sources=tuple(self._table.agents[one].url for one in sources),
-        )  # fmt: skip
+            engine_id=engine_id, adapter=entry, sources=tuple(self._table.agents[one].url for one in sources)
+        )
         is_copied = bool(sources) and entry.digest not in self._pool.digests_of(card.agent_id)
         self._fetching.update(sources[:1] if is_copied else ())
         try:
@@ -136,9 +138,11 @@ class Commands:
         for url, card in self._members.static.items():
             if not engine_type_of(card.foreign).can_pin:
                 raise HttpError(
-                    400, f"adapters cannot be pinned: engine {url} has no route for that",
-                    code="not_served", param="pinned",
-                )  # fmt: skip
+                    400,
+                    f"adapters cannot be pinned: engine {url} has no route for that",
+                    code="not_served",
+                    param="pinned",
+                )
 
     def targets(self) -> set[str]:
         """Return all agents, and engines without one: each gets changes of names."""
@@ -193,9 +197,7 @@ class Commands:
 
     async def _inspect(self, path: str) -> CheckedAdapter:
         try:
-            return await FILES.answer(
-                lambda _: _inspect(path, self._roots), path, has_deadline=False
-            )
+            return await FILES.answer(lambda _: _inspect(path, self._roots), path, has_deadline=False)
         except OSError as error:
             raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -219,9 +221,13 @@ class Commands:
         return self._locks.setdefault((target, name), asyncio.Lock())
 
     async def _ask(
-        self, agent: AgentReport, path: str, body: msgspec.Struct, kind: type[_Answer],
+        self,
+        agent: AgentReport,
+        path: str,
+        body: msgspec.Struct,
+        kind: type[_Answer],
         timeout_s: float = _CALL_TIMEOUT_S,
-    ) -> _Answer:  # fmt: skip
+    ) -> _Answer:
         return await call(self._session, agent.url + path, body, kind, timeout_s=timeout_s)
 
 

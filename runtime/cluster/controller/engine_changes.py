@@ -32,9 +32,14 @@ class EngineChanges:
     """Adds, drains and removes engines."""
 
     def __init__(
-        self, registry: Registry, table: RoutingTable, members: Members, pool: CopyPool,
-        commands: Commands, machines: Machines,
-    ) -> None:  # fmt: skip
+        self,
+        registry: Registry,
+        table: RoutingTable,
+        members: Members,
+        pool: CopyPool,
+        commands: Commands,
+        machines: Machines,
+    ) -> None:
         self._registry = registry
         self._table = table
         self._members = members
@@ -59,9 +64,11 @@ class EngineChanges:
             await self._end(change, change.engine_id)
         else:
             raise HttpError(
-                400, "action must be add, or drain or remove with an engine_id",
-                code="invalid_value", param="action",
-            )  # fmt: skip
+                400,
+                "action must be add, or drain or remove with an engine_id",
+                code="invalid_value",
+                param="action",
+            )
 
     def move_leaving(self) -> None:
         """Start to move last copies of agents that leave without a command."""
@@ -157,9 +164,7 @@ class EngineChanges:
     async def _move_away(self, agent_id: str) -> None:
         """Copy a leaving agent's last copies to other agents. Raises ``HttpError`` on failure."""
         self._pool.set_ended(self._members.silent() | self._members.leaving())
-        homes = [
-            one for one in self._members.open_engines() if one.agent_id not in (None, agent_id)
-        ]
+        homes = [one for one in self._members.open_engines() if one.agent_id not in (None, agent_id)]
         if not homes:
             return  # there is no other agent: copies stay
         await self._reported(agent_id)
@@ -168,10 +173,7 @@ class EngineChanges:
             async with asyncio.timeout(_MOVE_TIMEOUT_S):
                 await self._commands.ensure(home.engine_id, entry)
             _logger.info(
-                "moving the last copy of %r from agent %s to agent %s",
-                entry.name,
-                agent_id,
-                home.agent_id,
+                "moving the last copy of %r from agent %s to agent %s", entry.name, agent_id, home.agent_id
             )
             await self._kept(digest, entry.name)
 

@@ -19,14 +19,7 @@ from ...tasks import cancel_all
 from ..engine_types.registry import engine_type_of
 from ..http.calls import UnreachableError
 from ..launch.launcher import DRAINING, READY
-from ..wire import (
-    AgentCard,
-    AgentReport,
-    EngineCard,
-    EngineProfile,
-    EngineStatus,
-    GatewayDemand,
-)
+from ..wire import AgentCard, AgentReport, EngineCard, EngineProfile, EngineStatus, GatewayDemand
 from .registry import StoredMember
 from .table import RoutingTable
 
@@ -48,9 +41,12 @@ class Members:
     """Agents, their engines, and engines without an agent."""
 
     def __init__(
-        self, table: RoutingTable, session: aiohttp.ClientSession, clock: Callable[[], float],
+        self,
+        table: RoutingTable,
+        session: aiohttp.ClientSession,
+        clock: Callable[[], float],
         on_base: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``on_base``: gets the fingerprint of the base of the first engine that joins."""
         self.profiles: dict[str, EngineProfile] = {}  # of engines in the table
         self.reports: dict[str, AgentReport] = {}
@@ -77,9 +73,7 @@ class Members:
     def silent(self) -> set[str]:
         """Return agents without a recent report."""
         limit_s = self._clock() - _AGENT_SILENT_S
-        return {
-            agent_id for agent_id, reported_s in self._reported_s.items() if reported_s < limit_s
-        }
+        return {agent_id for agent_id, reported_s in self._reported_s.items() if reported_s < limit_s}
 
     def live_agents(self) -> list[AgentReport]:
         """Return the reports of agents that are not silent."""
@@ -145,8 +139,7 @@ class Members:
             is_gone = all(card.engine_id in one for one in self.ejected.values())
             if card.agent_id in silent and self.ejected and is_gone:
                 _logger.warning(
-                    "removing engine %s: its agent is silent, and no gateway reaches it",
-                    card.engine_id,
+                    "removing engine %s: its agent is silent, and no gateway reaches it", card.engine_id
                 )
                 self.remove_engine(card.engine_id)
         with_engines = {card.agent_id for card in self._table.engines.values()}
@@ -200,9 +193,8 @@ class Members:
     # Restarts of the controller.
 
     def restore(
-        self, known: Iterable[StoredMember], agents: Iterable[AgentCard],
-        static: Iterable[EngineCard],
-    ) -> None:  # fmt: skip
+        self, known: Iterable[StoredMember], agents: Iterable[AgentCard], static: Iterable[EngineCard]
+    ) -> None:
         """Restore members of an earlier run until reports replace them.
 
         So gateways lose neither engines nor agents. Engines without an agent that did not answer
@@ -243,9 +235,7 @@ class Members:
         if self._drained.get(engine_id, engine.pid) != engine.pid:
             del self._drained[engine_id]  # it has restarted since
         is_draining = engine.state == DRAINING or engine_id in self._drained
-        card = EngineCard(
-            engine_id=engine_id, url=engine.url, agent_id=agent_id, is_draining=is_draining
-        )
+        card = EngineCard(engine_id=engine_id, url=engine.url, agent_id=agent_id, is_draining=is_draining)
         if known is not None and self._pids[engine_id] == engine.pid:
             self._table.put_engine(card)
             return
@@ -301,8 +291,7 @@ class Members:
         if base is not None and base.base_fingerprint != profile.base_fingerprint:
             self._refuse(
                 url,
-                f"serves the base model {profile.base_fingerprint}, and the others "
-                f"{base.base_fingerprint}",
+                f"serves the base model {profile.base_fingerprint}, and the others {base.base_fingerprint}",
             )
         if base is not None and base.dtype != profile.dtype:
             self._refuse(
@@ -330,6 +319,5 @@ def unknown_engine(engine_id: str, known: Iterable[str]) -> CorunError:
     """Return the error for an unknown engine."""
     names = ", ".join(sorted(known)) or "none"
     return HttpError(
-        404, f"there is no engine {engine_id!r}; there are {names}", code="unknown_engine",
-        param="engine_id",
-    )  # fmt: skip
+        404, f"there is no engine {engine_id!r}; there are {names}", code="unknown_engine", param="engine_id"
+    )

@@ -16,9 +16,7 @@ from .table import RoutingTable
 class _Collector:
     """Collects metrics from the controller's parts."""
 
-    def __init__(
-        self, table: RoutingTable, pool: CopyPool, members: Members, placing: Placing
-    ) -> None:
+    def __init__(self, table: RoutingTable, pool: CopyPool, members: Members, placing: Placing) -> None:
         self._table = table
         self._pool = pool
         self._members = members
@@ -32,26 +30,26 @@ class _Collector:
             name = entry.name if number < MAX_ADAPTER_SERIES else OTHER
             by_name[name] += copies.get(entry.digest, 0)
         family = GaugeMetricFamily(
-            "corun_cluster_adapter_copies", "Copies of an adapter's files, by adapter.",
+            "corun_cluster_adapter_copies",
+            "Copies of an adapter's files, by adapter.",
             labels=["adapter_name"],
-        )  # fmt: skip
+        )
         for name, number in by_name.items():
             family.add_metric([name], number)
         yield family
         numbers = [len(agent.digests) for agent in table.agents.values()]
         for name, text, value in (
             ("most_adapters", "Adapters at the agent with most adapters.", max(numbers, default=0)),
-            (
-                "adapters_per_agent", "Adapters divided by agents.",
-                len(set(copies)) / max(1, len(numbers)),
-            ),
+            ("adapters_per_agent", "Adapters divided by agents.", len(set(copies)) / max(1, len(numbers))),
             ("engines", "Engines that get requests.", len(self._members.open_engines())),
             ("gateways", "Connected gateways.", len(table.subscribers)),
-            ("placement_moved_bytes", "Bytes moved by the last step of the placement.",
-             self._placing.moved_bytes),
-            ("placement_step_seconds", "Time to plan the last step of the placement.",
-             self._placing.step_s),
-        ):  # fmt: skip
+            (
+                "placement_moved_bytes",
+                "Bytes moved by the last step of the placement.",
+                self._placing.moved_bytes,
+            ),
+            ("placement_step_seconds", "Time to plan the last step of the placement.", self._placing.step_s),
+        ):
             yield GaugeMetricFamily(f"corun_cluster_{name}", text, value)
         yield from self._fetches()
 

@@ -48,9 +48,15 @@ class Placing:
     """Runs a placement: demand in, copies and shares out."""
 
     def __init__(
-        self, settings: PlacementSettings, registry: Registry, table: RoutingTable,
-        members: Members, pool: CopyPool, commands: Commands, clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        settings: PlacementSettings,
+        registry: Registry,
+        table: RoutingTable,
+        members: Members,
+        pool: CopyPool,
+        commands: Commands,
+        clock: Callable[[], float],
+    ) -> None:
         """``clock``: seconds since the epoch."""
         self.planned: Mapping[ServerId, set[str]] = {}  # names by engine
         self.moved_bytes = 0  # by the last step of the placement
@@ -62,9 +68,7 @@ class Placing:
         self._pool = pool
         self._commands = commands
         self._clock = clock
-        self._unsaved: Counter[tuple[str, bool]] = (
-            Counter()
-        )  # tokens by name and whether of outputs
+        self._unsaved: Counter[tuple[str, bool]] = Counter()  # tokens by name and whether of outputs
         self._recorded: Counter[tuple[str, bool]] = Counter()
         self._steps: PlacementSteps | None = None
         self._began_s = time.monotonic()  # start of the current step
@@ -115,9 +119,7 @@ class Placing:
         if not names:
             return
         try:
-            self._registry.add_demand(
-                {name: (unsaved[name, False], unsaved[name, True]) for name in names}
-            )
+            self._registry.add_demand({name: (unsaved[name, False], unsaved[name, True]) for name in names})
         except ResourceError as error:
             self._unsaved.update(unsaved)
             _logger.warning("could not save demand (will retry): %s", error)
@@ -161,16 +163,12 @@ class Placing:
         self.step_s = time.monotonic() - began_s
         return shares
 
-    async def _begin(
-        self, engines: list[EngineCard], adapters: list[AdapterEntry]
-    ) -> PlacementSteps:
+    async def _begin(self, engines: list[EngineCard], adapters: list[AdapterEntry]) -> PlacementSteps:
         """Return the steps of the placement, started with current copies and stored demand."""
         settings = self._settings
         capacity = None
         if goes_by_demand(settings.policy):
-            capacity = CapacityTable(
-                settings.tokens_per_s or await self._estimated(engines, adapters)
-            )
+            capacity = CapacityTable(settings.tokens_per_s or await self._estimated(engines, adapters))
         policy = make_placement(settings.policy, PlacementFacts(capacity=capacity))
         shares = self._registry.last_shares() or self._copied(engines, adapters)
         steps = PlacementSteps(policy, min_copies=settings.min_copies, shares=shares)
@@ -178,9 +176,7 @@ class Placing:
             steps.expect(tokens_per_s)
         return steps
 
-    async def _estimated(
-        self, engines: list[EngineCard], adapters: list[AdapterEntry]
-    ) -> dict[int, float]:
+    async def _estimated(self, engines: list[EngineCard], adapters: list[AdapterEntry]) -> dict[int, float]:
         """Return by rank the lowest capacity of all engines, in tokens/s, from their profiles."""
         found: dict[int, float] = {}
         for engine in engines:

@@ -45,9 +45,7 @@ class CopyPool:
     def is_kept(self, digest: str) -> bool:
         """Return whether an agent that counts has confirmed to keep a copy."""
         return any(
-            digest in one.kept
-            for agent_id, one in self._agents.items()
-            if agent_id not in self._ended
+            digest in one.kept for agent_id, one in self._agents.items() if agent_id not in self._ended
         )
 
     def set_ended(self, agent_ids: Collection[str]) -> None:
@@ -63,9 +61,13 @@ class CopyPool:
         )
 
     def orders(
-        self, agent_id: str, adapters: Collection[AdapterEntry], busy: Set[str],
-        planned: Set[str], placed: Set[str],
-    ) -> AgentOrders:  # fmt: skip
+        self,
+        agent_id: str,
+        adapters: Collection[AdapterEntry],
+        busy: Set[str],
+        planned: Set[str],
+        placed: Set[str],
+    ) -> AgentOrders:
         """Return the orders for an agent.
 
         Args:
@@ -79,9 +81,7 @@ class CopyPool:
         pinned = {one.digest for one in adapters if one.pinned}
         needed = {one.digest for one in adapters} | busy
         keep = (pinned | busy | (planned & needed)) & own.digests
-        keep |= {
-            digest for digest in needed & own.digests if not self._others_keep(digest, agent_id)
-        }
+        keep |= {digest for digest in needed & own.digests if not self._others_keep(digest, agent_id)}
         # A released copy no longer counts as kept, though the last report may say so.
         self._agents[agent_id] = AgentCopies(own.digests, own.kept & keep)
         return AgentOrders(
@@ -117,8 +117,6 @@ class CopyPool:
         Of several agents that confirmed a copy, the first is the one that keeps it.
         """
         keepers = [
-            one
-            for one in sorted(self._agents)
-            if one not in self._ended and digest in self._agents[one].kept
+            one for one in sorted(self._agents) if one not in self._ended and digest in self._agents[one].kept
         ]
         return bool(keepers) and keepers[0] != agent_id

@@ -172,17 +172,14 @@ class Registry:
         now_s = self._clock()
         with self._change() as db:
             db.execute(
-                "INSERT INTO placements (at_unix_s, policy, shares, moved_bytes) "
-                "VALUES (?, ?, ?, ?)",
+                "INSERT INTO placements (at_unix_s, policy, shares, moved_bytes) VALUES (?, ?, ?, ?)",
                 (now_s, policy, msgspec.json.encode(shares).decode(), moved_bytes),
             )
             db.execute("DELETE FROM placements WHERE at_unix_s < ?", (now_s - _KEPT_S,))
 
     def last_shares(self) -> Shares:
         """Return the shares of the last step, or none."""
-        row = self._db.execute(
-            "SELECT shares FROM placements ORDER BY step DESC LIMIT 1"
-        ).fetchone()
+        row = self._db.execute("SELECT shares FROM placements ORDER BY step DESC LIMIT 1").fetchone()
         if row is None:
             return {}
         return msgspec.json.decode(row[0], type=dict[str, dict[ServerId, float]])
@@ -259,10 +256,7 @@ class Registry:
             db.execute("DELETE FROM members")
             db.executemany(
                 "INSERT INTO members VALUES (?, ?, ?, ?)",
-                [
-                    (one.card.engine_id, _json(one.card), one.pid, _json(one.profile))
-                    for one in members
-                ],
+                [(one.card.engine_id, _json(one.card), one.pid, _json(one.profile)) for one in members],
             )
 
     @contextmanager
@@ -276,16 +270,13 @@ class Registry:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             if isinstance(error, sqlite3.Error):
-                raise ResourceError(
-                    f"the registry cannot be written (--state-dir): {error}"
-                ) from error
+                raise ResourceError(f"the registry cannot be written (--state-dir): {error}") from error
             raise
 
 
 def _next(db: sqlite3.Connection, counter: str) -> int:
     row = db.execute(
-        "INSERT INTO counters VALUES (?, 1) ON CONFLICT DO UPDATE SET value = value + 1 "
-        "RETURNING value",
+        "INSERT INTO counters VALUES (?, 1) ON CONFLICT DO UPDATE SET value = value + 1 RETURNING value",
         (counter,),
     ).fetchone()
     return int(row[0])

@@ -61,9 +61,7 @@ def opened(directory: Path) -> tuple[IO[str], sqlite3.Connection]:
         if not path.exists():
             _create(path)
         elif not path.stat().st_size:
-            _logger.warning(
-                "--state-dir: %s is empty, as after a power cut: load its adapters again", path
-            )
+            _logger.warning("--state-dir: %s is empty, as after a power cut: load its adapters again", path)
             _create(path)
         return lock, _opened(path)
     except BaseException:
@@ -130,9 +128,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         if found != "ok":
             raise sqlite3.DatabaseError(found)
         db.execute("PRAGMA journal_mode = WAL")
-        db.execute(
-            "PRAGMA synchronous = FULL"
-        )  # a revision must not be reused after a power failure
+        db.execute("PRAGMA synchronous = FULL")  # a revision must not be reused after a power failure
         db.execute(_MORE)
     except (sqlite3.Error, OSError) as error:
         if db is not None:

@@ -57,9 +57,7 @@ async def run_controller(settings: ControllerSettings, stop: asyncio.Event) -> N
 
 
 @contextlib.asynccontextmanager
-async def _parts(
-    settings: ControllerSettings, registry: Registry
-) -> AsyncIterator[ControllerParts]:
+async def _parts(settings: ControllerSettings, registry: Registry) -> AsyncIterator[ControllerParts]:
     table, pool = RoutingTable(registry.start), CopyPool()
     points = settings.operating_points
     async with make_session(settings.cluster_key) as session:
@@ -79,13 +77,25 @@ async def _parts(
                 min_copies=settings.min_copies,
                 tokens_per_s=None if points is None else points.tokens_per_s,
             ),
-            registry, table, members, pool, commands, time.time,
-        )  # fmt: skip
+            registry,
+            table,
+            members,
+            pool,
+            commands,
+            time.time,
+        )
         parts = ControllerParts(
-            registry=registry, table=table, members=members, pool=pool, commands=commands,
-            changes=changes, engine_changes=engine_changes, placing=placing, machines=machines,
+            registry=registry,
+            table=table,
+            members=members,
+            pool=pool,
+            commands=commands,
+            changes=changes,
+            engine_changes=engine_changes,
+            placing=placing,
+            machines=machines,
             placement=settings.placement,
-        )  # fmt: skip
+        )
         _restore(parts)
         try:
             yield parts

@@ -82,9 +82,7 @@ class RoutingTable:
 
     def put_shares(self, shares: Shares) -> None:
         """Set the shares of a placement, for routers that use them."""
-        new = {
-            name: {str(one): share for one, share in row.items()} for name, row in shares.items()
-        }
+        new = {name: {str(one): share for one, share in row.items()} for name, row in shares.items()}
         if new != self.shares:
             self.shares = new
             self._shares_sequence = self._next()
@@ -138,17 +136,21 @@ class RoutingTable:
             for subscriber in self._behind(sequence):
                 _logger.warning(
                     "gateway %s has not acknowledged a change within %g s; disconnecting it",
-                    subscriber.gateway_id, timeout_s,
-                )  # fmt: skip
+                    subscriber.gateway_id,
+                    timeout_s,
+                )
                 self.unsubscribe(subscriber)
 
     def snapshot(self) -> TableChange:
         """Return the whole table."""
         return TableChange(
-            sequence=self.sequence, is_whole=True, engines=tuple(self.engines.values()),
-            agents=tuple(self.agents.values()), adapters=tuple(self.adapters.values()),
+            sequence=self.sequence,
+            is_whole=True,
+            engines=tuple(self.engines.values()),
+            agents=tuple(self.agents.values()),
+            adapters=tuple(self.adapters.values()),
             shares=self.shares,
-        )  # fmt: skip
+        )
 
     def _behind(self, sequence: int) -> list[Subscriber]:
         return [one for one in self.subscribers.values() if one.acknowledged < sequence]
@@ -178,9 +180,7 @@ class RoutingTable:
     def _next(self) -> int:
         # Forget removals that were sent to all subscribers.
         sent = min((one.sent for one in self.subscribers.values()), default=self.sequence)
-        gone = [
-            key for key, cell in self._cells.items() if cell.value is None and cell.sequence <= sent
-        ]
+        gone = [key for key, cell in self._cells.items() if cell.value is None and cell.sequence <= sent]
         for key in gone:
             del self._cells[key]
         self.sequence += 1

@@ -50,9 +50,7 @@ class CorunEngineType:
             text = f"it does not speak corun's API ({error.status}: {error})"
             raise HttpError(error.status, text, code=error.code) from None
 
-    async def base_cards(
-        self, session: aiohttp.ClientSession, card: EngineCard
-    ) -> tuple[ModelCard, ...]:
+    async def base_cards(self, session: aiohttp.ClientSession, card: EngineCard) -> tuple[ModelCard, ...]:
         url = card.url + MODELS_PATH
         models = await call(session, url, None, ModelList, timeout_s=_TIMEOUT_S)
         return tuple(one for one in models.data if one.parent is None)

@@ -84,9 +84,7 @@ class EngineType(Protocol):
         """Return the engine's profile."""
         ...
 
-    async def base_cards(
-        self, session: aiohttp.ClientSession, card: EngineCard
-    ) -> tuple[ModelCard, ...]:
+    async def base_cards(self, session: aiohttp.ClientSession, card: EngineCard) -> tuple[ModelCard, ...]:
         """Return the base model's names."""
         ...
 

@@ -16,14 +16,7 @@ from ....profiles.models import LinkModel, LoraModel, MachineModel
 from ...server.answers import ModelCard
 from ...server.errors import HttpError
 from ..http.calls import fetch
-from ..wire import (
-    Accepted,
-    EngineCard,
-    EngineLoadState,
-    EngineProfile,
-    EngineState,
-    PlacedAdapter,
-)
+from ..wire import Accepted, EngineCard, EngineLoadState, EngineProfile, EngineState, PlacedAdapter
 from .corun import MODELS_PATH
 from .engine_type import SentRecord, Translation
 from .vllm_api import VllmApi, name_of
@@ -43,10 +36,7 @@ _ASSUMED_MACHINE = MachineModel(
     groups=(),
     invocation_s=0.0,
     lora=LoraModel(
-        decode_s_per_byte=0.0,
-        decode_fixed_s=0.0,
-        prefill_s_per_token_byte=0.0,
-        prefill_fixed_s=0.0,
+        decode_s_per_byte=0.0, decode_fixed_s=0.0, prefill_s_per_token_byte=0.0, prefill_fixed_s=0.0
     ),
     link=LinkModel(bytes_per_s=1e9, latency_s=0.05),
     num_workers=0,
@@ -103,16 +93,17 @@ class VllmEngineType:
             is_measured=False,
         )
 
-    async def base_cards(
-        self, session: aiohttp.ClientSession, card: EngineCard
-    ) -> tuple[ModelCard, ...]:
+    async def base_cards(self, session: aiohttp.ClientSession, card: EngineCard) -> tuple[ModelCard, ...]:
         return tuple(
             ModelCard(
-                id=one.id, created=one.created, root=one.root or one.id, parent=None,
+                id=one.id,
+                created=one.created,
+                root=one.root or one.id,
+                parent=None,
                 max_model_len=one.max_model_len or 0,
             )
             for one in await base_models(session, card.url)
-        )  # fmt: skip
+        )
 
     async def states(
         self, session: aiohttp.ClientSession, card: EngineCard, sent: SentRecord
@@ -155,9 +146,7 @@ async def base_models(session: aiohttp.ClientSession, url: str) -> list[VllmMode
     try:
         models = msgspec.json.decode(await _ask(session, url + MODELS_PATH), type=_Models)
     except msgspec.DecodeError as error:
-        raise _refused(
-            f"the server is not vLLM: unexpected answer of {MODELS_PATH}: {error}"
-        ) from None
+        raise _refused(f"the server is not vLLM: unexpected answer of {MODELS_PATH}: {error}") from None
     found = [one for one in models.data if one.parent is None]
     if not found:
         raise _refused(f"the server is not vLLM: {MODELS_PATH} lists no base model")
@@ -209,12 +198,14 @@ def _placed(sent: SentRecord, metrics: VllmMetrics) -> dict[str, PlacedAdapter]:
     on_device |= {name_of(one) for one in metrics.running_adapters}
     return {
         name: PlacedAdapter(
-            name=name, digest=entries[name].digest,
+            name=name,
+            digest=entries[name].digest,
             level="device" if name in on_device else "disk",
-            rank=entries[name].rank, num_bytes=entries[name].num_bytes,
+            rank=entries[name].rank,
+            num_bytes=entries[name].num_bytes,
         )
         for name in names
-    }  # fmt: skip
+    }
 
 
 async def _ask(session: aiohttp.ClientSession, url: str) -> bytes:

@@ -109,8 +109,9 @@ class VllmApi:
                     400,
                     "the server cannot load adapters at run time: start it with "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
-                    code="engine_refused", param="url",
-                ) from None  # fmt: skip
+                    code="engine_refused",
+                    param="url",
+                ) from None
             if error.status != HTTPStatus.BAD_REQUEST:
                 raise
 

@@ -40,9 +40,7 @@ def read_metrics(text: bytes) -> VllmMetrics:
     kv_tokens = sum(_kv_tokens(labels) for labels, _ in _samples(text, b"vllm:cache_config_info"))
     if block_size < 1 or kv_tokens < 1:
         raise ValueError("its /metrics has no vllm:cache_config_info with blocks")
-    usage = _values(text, b"vllm:kv_cache_usage_perc") or _values(
-        text, b"vllm:gpu_cache_usage_perc"
-    )
+    usage = _values(text, b"vllm:kv_cache_usage_perc") or _values(text, b"vllm:gpu_cache_usage_perc")
     if not usage:
         raise ValueError("its /metrics has no vllm:kv_cache_usage_perc")
     lora = _newest(text, _LORA)
@@ -77,9 +75,7 @@ def _samples(text: bytes, family: bytes) -> Iterator[tuple[dict[str, str], float
         line = text[begin : end if end >= 0 else len(text)]
         found = _SAMPLE.match(line) if line[:1] in (b"{", b" ") else None
         if found is not None:
-            labels = {
-                name.decode(): value.decode() for name, value in _LABEL.findall(found[1] or b"")
-            }
+            labels = {name.decode(): value.decode() for name, value in _LABEL.findall(found[1] or b"")}
             yield labels, float(found[2])
         start = text.find(mark, begin)
 
@@ -109,8 +105,7 @@ def _started(text: bytes) -> str:
     values = _values(text, _STARTED)
     if not values:
         raise ValueError(
-            f"its /metrics has no {_STARTED.decode()}: several API servers share them "
-            "(--api-server-count)"
+            f"its /metrics has no {_STARTED.decode()}: several API servers share them (--api-server-count)"
         )
     return f"{values[0]:.3f}"
 

@@ -12,10 +12,16 @@ _ERROR_EVENT = re.compile(rb'data: (\{"(?:error|object":"error)"[^\n]*\})')
 _TOO_LONG = re.compile("maximum context length|greater than max_model_len")
 _MAX_CHARS_SHOWN = 1000
 _CODES = {
-    400: "invalid_value", 401: InvalidKeyError.code, 403: InvalidKeyError.code,
-    404: UnknownModelError.code, 405: "method_not_allowed", 413: "body_too_large",
-    422: "invalid_value", 429: "overloaded", 503: "engine_dead",
-}  # fmt: skip
+    400: "invalid_value",
+    401: InvalidKeyError.code,
+    403: InvalidKeyError.code,
+    404: UnknownModelError.code,
+    405: "method_not_allowed",
+    413: "body_too_large",
+    422: "invalid_value",
+    429: "overloaded",
+    503: "engine_dead",
+}
 
 
 class _Error(msgspec.Struct, frozen=True):

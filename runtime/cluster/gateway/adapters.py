@@ -38,13 +38,15 @@ class ClusterAdapterRoutes:
         entries = self._state.table.adapters
         infos = [self._info(one) for one in entries.values()]
         shown, has_more = page.of(infos)
-        return json_response({
-            "object": "list",
-            "data": [self._json(one, entries[one.name]) for one in shown],
-            "has_more": has_more,
-            "num_adapters": len(infos),
-            "age_s": self._age_s(),
-        })  # fmt: skip
+        return json_response(
+            {
+                "object": "list",
+                "data": [self._json(one, entries[one.name]) for one in shown],
+                "has_more": has_more,
+                "num_adapters": len(infos),
+                "age_s": self._age_s(),
+            }
+        )
 
     async def get(self, request: Request) -> Response:
         """One of them."""
@@ -101,24 +103,25 @@ class ClusterAdapterRoutes:
         levels = self._levels(entry.name).values()
         level = min(levels, key=LEVELS.index, default=LEVELS[-1])
         return AdapterInfo(
-            name=entry.name, path=entry.source, state=entry.state, reason=entry.reason,
-            rank=entry.rank, num_bytes=entry.num_bytes, version=entry.digest, pinned=entry.pinned,
+            name=entry.name,
+            path=entry.source,
+            state=entry.state,
+            reason=entry.reason,
+            rank=entry.rank,
+            num_bytes=entry.num_bytes,
+            version=entry.digest,
+            pinned=entry.pinned,
             residency=Residency(level=level),
-        )  # fmt: skip
+        )
 
     def _levels(self, name: str) -> dict[str, str]:
         """Return the level of an adapter at each engine that serves it."""
-        placed = {
-            engine_id: link.state.adapters.get(name)
-            for engine_id, link in self._state.links.items()
-        }
+        placed = {engine_id: link.state.adapters.get(name) for engine_id, link in self._state.links.items()}
         return {engine_id: one.level for engine_id, one in placed.items() if one is not None}
 
     def _json(self, info: AdapterInfo, entry: AdapterEntry) -> dict[str, Any]:
         copies = [
-            agent.agent_id
-            for agent in self._state.table.agents.values()
-            if entry.digest in agent.digests
+            agent.agent_id for agent in self._state.table.agents.values() if entry.digest in agent.digests
         ]
         own = {"revision": entry.revision, "copies": copies, "engines": self._levels(entry.name)}
         return adapter_json(info) | own

@@ -120,10 +120,13 @@ class _BasicGatewayRoutes:
             *base,
             *(
                 ModelCard(
-                    id=entry.name, created=base[0].created, root=entry.source, parent=base[0].id,
+                    id=entry.name,
+                    created=base[0].created,
+                    root=entry.source,
+                    parent=base[0].id,
                     max_model_len=base[0].max_model_len,
                 )
                 for entry in self._state.table.adapters.values()
                 if entry.state != "failed"
             ),
-        ]  # fmt: skip
+        ]

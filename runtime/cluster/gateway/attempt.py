@@ -13,12 +13,7 @@ from ..wire import GATEWAY_HEADER, AdapterEntry
 from .health import REFUSED
 from .links import EngineLink
 from .state import GatewayState
-from .upstream import (
-    ConnectFailedError,
-    EngineExchange,
-    StaleConnectionError,
-    UpstreamLostError,
-)
+from .upstream import ConnectFailedError, EngineExchange, StaleConnectionError, UpstreamLostError
 
 _HEADER = GATEWAY_HEADER.encode()
 _ELSEWHERE = (429, 503)  # full, or about to end
@@ -46,9 +41,13 @@ class Attempt:
     """An async context manager in which the answer is read."""
 
     def __init__(
-        self, state: GatewayState, link: EngineLink, route: RouteRequest,
-        entries: Sequence[AdapterEntry], translation: Translation,
-    ) -> None:  # fmt: skip
+        self,
+        state: GatewayState,
+        link: EngineLink,
+        route: RouteRequest,
+        entries: Sequence[AdapterEntry],
+        translation: Translation,
+    ) -> None:
         """``translation``: of this request for this engine."""
         self.link = link
         self.translation = translation
@@ -67,9 +66,8 @@ class Attempt:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._release()
         self.link.withdraw(self._number, self._incarnation)
 
@@ -82,8 +80,11 @@ class Attempt:
         """
         body = self.translation.body(body)
         end = b"content-length: %d\r\n%b: %b:%d\r\n\r\n" % (
-            len(body), _HEADER, self._state.gateway_id.encode(), self._number,
-        )  # fmt: skip
+            len(body),
+            _HEADER,
+            self._state.gateway_id.encode(),
+            self._number,
+        )
         request = b"".join((start, end, body))
         self.link.counts.num_requests += 1
         try:

@@ -21,11 +21,7 @@ _USAGE = re.compile(rb'"usage":\s*\{[^{}]*?"(?:prompt|input)_tokens":\s*(\d+)')
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
 _CACHED = re.compile(rb'"cache_read_input_tokens":\s*(\d+)')  # Anthropic's, beside the others
 # The field of a path's body with what the model reads; else "prompt".
-_TEXT_FIELDS = {
-    "/v1/chat/completions": "messages",
-    "/v1/responses": "input",
-    "/v1/messages": "messages",
-}
+_TEXT_FIELDS = {"/v1/chat/completions": "messages", "/v1/responses": "input", "/v1/messages": "messages"}
 
 
 class _Fields(msgspec.Struct):
@@ -90,9 +86,19 @@ class BodyFacts:
 
 
 _UNREADABLE = BodyFacts(
-    model=None, lora=None, text=b"", is_chat=False, is_plain=False, start=0, num_ids=0,
-    num_choices=1, max_output_tokens=1, predicted_output_tokens=None, user=None, cache_salt=None,
-)  # fmt: skip
+    model=None,
+    lora=None,
+    text=b"",
+    is_chat=False,
+    is_plain=False,
+    start=0,
+    num_ids=0,
+    num_choices=1,
+    max_output_tokens=1,
+    predicted_output_tokens=None,
+    user=None,
+    cache_salt=None,
+)
 
 
 def read_facts(body: bytes, path: str) -> BodyFacts:

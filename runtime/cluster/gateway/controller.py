@@ -78,9 +78,9 @@ class ControllerLink:
                 async with aclosing(events):
                     async for change in events:
                         self._apply(change)
-                        await self._post(ACKS_PATH, TableAck(
-                            gateway_id=self._state.gateway_id, sequence=change.sequence
-                        ))  # fmt: skip
+                        await self._post(
+                            ACKS_PATH, TableAck(gateway_id=self._state.gateway_id, sequence=change.sequence)
+                        )
             except HttpError as error:
                 if self._state.is_connected:
                     _logger.warning("lost connection to the controller: %s", error)
@@ -105,10 +105,16 @@ class ControllerLink:
         for engine_id, card in table.engines.items():
             known = links.get(engine_id)
             if known is None:
-                links[engine_id] = self._open(EngineLink(
-                    card, self._state.gateway_id, self._session, self._state.routing,
-                    self._state.counts.of_engine(engine_id), table,
-                ))  # fmt: skip
+                links[engine_id] = self._open(
+                    EngineLink(
+                        card,
+                        self._state.gateway_id,
+                        self._session,
+                        self._state.routing,
+                        self._state.counts.of_engine(engine_id),
+                        table,
+                    )
+                )
             elif known.card != card or change.agents or change.is_whole:
                 known.change(card)
 
@@ -121,10 +127,15 @@ class ControllerLink:
         while True:
             await asyncio.sleep(_DEMAND_EVERY_S)
             prompt_tokens, output_tokens = self._state.counts.take_demand()
-            await self._post(DEMAND_PATH, GatewayDemand(
-                gateway_id=self._state.gateway_id, prompt_tokens=prompt_tokens,
-                output_tokens=output_tokens, ejected=self._state.ejected(),
-            ))  # fmt: skip
+            await self._post(
+                DEMAND_PATH,
+                GatewayDemand(
+                    gateway_id=self._state.gateway_id,
+                    prompt_tokens=prompt_tokens,
+                    output_tokens=output_tokens,
+                    ejected=self._state.ejected(),
+                ),
+            )
 
     async def _check_health(self) -> None:
         """Eject engines that are silent, and drop those that have left."""

@@ -7,10 +7,16 @@ from ..wire import Accepted, EngineLoadState, EngineProfile, EngineState, Placed
 _PEER_BYTES_PER_S = 1e9
 
 _NOTHING = EngineLoadState(
-    num_running_by_rank={}, num_waiting_by_rank={}, queued_prefill_tokens=0,
-    running_context_tokens=0, free_kv_tokens=0, promised_kv_tokens=0, total_kv_tokens=0,
-    queued_s=0.0, link_backlog_bytes=0,
-)  # fmt: skip
+    num_running_by_rank={},
+    num_waiting_by_rank={},
+    queued_prefill_tokens=0,
+    running_context_tokens=0,
+    free_kv_tokens=0,
+    promised_kv_tokens=0,
+    total_kv_tokens=0,
+    queued_s=0.0,
+    link_backlog_bytes=0,
+)
 
 
 class ReportedState:

@@ -41,9 +41,7 @@ class Inbound:
 
     __slots__ = ("body", "entries", "facts", "route", "start")
 
-    def __init__(
-        self, state: GatewayState, path: str, body: bytes, scope: Scope, facts: BodyFacts
-    ) -> None:
+    def __init__(self, state: GatewayState, path: str, body: bytes, scope: Scope, facts: BodyFacts) -> None:
         """``facts``: of ``body``. Raises ``RequestError`` for a model that is not served."""
         headers = dict(scope["headers"])
         self.body = body
@@ -109,14 +107,10 @@ class ForwardingEndpoint:
             if link is None:
                 break
             try:
-                translation = link.translation(
-                    await self._ensure(inbound, link), inbound.facts.model
-                )
+                translation = link.translation(await self._ensure(inbound, link), inbound.facts.model)
                 if self._state.links.get(link.engine_id) is not link:
                     raise ElsewhereError(UnreachableError(f"engine {link.engine_id} has left"))
-                async with Attempt(
-                    self._state, link, inbound.route, inbound.entries, translation
-                ) as attempt:
+                async with Attempt(self._state, link, inbound.route, inbound.entries, translation) as attempt:
                     await self._forward(inbound, attempt, writer, send)
                 return
             except ElsewhereError as error:
@@ -141,13 +135,14 @@ class ForwardingEndpoint:
             name = ensured.model or entry.name
         return name if inbound.facts.lora is None else None
 
-    async def _forward(
-        self, inbound: Inbound, attempt: Attempt, writer: ResponseWriter, send: Send
-    ) -> None:
+    async def _forward(self, inbound: Inbound, attempt: Attempt, writer: ResponseWriter, send: Send) -> None:
         assert writer.request_id is not None
         start = b"%b%b: %b\r\nhost: %b\r\n" % (
-            inbound.start, HEADER, writer.request_id.encode(), attempt.link.pool.authority,
-        )  # fmt: skip
+            inbound.start,
+            HEADER,
+            writer.request_id.encode(),
+            attempt.link.pool.authority,
+        )
         exchange = await attempt.send(start, inbound.body)
         if _content_type(exchange).startswith(_STREAM):
             try:
@@ -161,9 +156,7 @@ class ForwardingEndpoint:
         if self._generates and exchange.status < 400:
             self._count(inbound, num_tokens)
 
-    async def _forward_stream(
-        self, inbound: Inbound, attempt: Attempt, writer: ResponseWriter
-    ) -> int:
+    async def _forward_stream(self, inbound: Inbound, attempt: Attempt, writer: ResponseWriter) -> int:
         """Forward complete events as they arrive; return about how many tokens they had.
 
         An incomplete event waits for its rest, so that an error can follow as its own event.
@@ -194,9 +187,8 @@ class ForwardingEndpoint:
         return max(num_events - last.count(DONE_EVENT) - 1, 0)
 
     async def _forward_whole(
-        self, inbound: Inbound, attempt: Attempt, exchange: EngineExchange, writer: ResponseWriter,
-        send: Send,
-    ) -> int:  # fmt: skip
+        self, inbound: Inbound, attempt: Attempt, exchange: EngineExchange, writer: ResponseWriter, send: Send
+    ) -> int:
         """Forward an answer once it is complete; return its tokens."""
         body = attempt.translation.answer(exchange.status, await attempt.read_all())
         headers = [one for one in exchange.headers if one[0] not in _NOT_FORWARDED]
@@ -213,9 +205,7 @@ class ForwardingEndpoint:
         num_prompt_tokens, num_tokens = usage
         facts, name = inbound.facts, inbound.route.adapter_name
         if facts.num_ids is None:
-            self._state.routing.ratio.observe(
-                facts.text, num_prompt_tokens, name, is_chat=facts.is_chat
-            )
+            self._state.routing.ratio.observe(facts.text, num_prompt_tokens, name, is_chat=facts.is_chat)
         return num_tokens
 
     def _count(self, inbound: Inbound, num_tokens: int) -> None:

@@ -78,9 +78,14 @@ class EngineLink:
     """One engine. On one event loop; ``run`` until it is cancelled."""
 
     def __init__(
-        self, card: EngineCard, gateway_id: str, session: aiohttp.ClientSession, routing: Routing,
-        counts: EngineCounts, table: KnownTable,
-    ) -> None:  # fmt: skip
+        self,
+        card: EngineCard,
+        gateway_id: str,
+        session: aiohttp.ClientSession,
+        routing: Routing,
+        counts: EngineCounts,
+        table: KnownTable,
+    ) -> None:
         """``table``: the gateway's copy of the controller's table."""
         self.card = card
         self.server_id = ServerId(card.engine_id)
@@ -272,9 +277,7 @@ class EngineLink:
             self.served.clear()
             self._sent.clear()
         elif is_first:
-            self.served = {
-                name: ensured for name, ensured in self.served.items() if name in state.adapters
-            }
+            self.served = {name: ensured for name, ensured in self.served.items() if name in state.adapters}
         for name in new.removed:
             self.served.pop(name, None)
         if self.health.on_heartbeat(new.beat):

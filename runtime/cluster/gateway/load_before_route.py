@@ -53,9 +53,7 @@ class LoadBeforeRoute:
         """Cancel all running calls."""
         await cancel_all(*self._tasks)
 
-    async def _run(
-        self, link: EngineLink, entry: AdapterEntry, future: "asyncio.Future[Ensured]"
-    ) -> None:
+    async def _run(self, link: EngineLink, entry: AdapterEntry, future: "asyncio.Future[Ensured]") -> None:
         def ejected(cause: str) -> None:
             _fail(future, UnreachableError(f"engine {link.engine_id} was ejected: {cause}"))
 
@@ -84,9 +82,7 @@ class LoadBeforeRoute:
             url, sources = self._controller_url + ENSURE_PATH, []
         elif agent_id in table.agents:
             url = table.agents[agent_id].url + AGENT_ENSURE_PATH
-            sources = sorted(
-                table.sources(entry, agent_id), key=lambda one: (self._sources_used[one], one)
-            )
+            sources = sorted(table.sources(entry, agent_id), key=lambda one: (self._sources_used[one], one))
         else:
             raise UnreachableError(f"agent {agent_id!r} is not in the table")
         asked = Ensure(engine_id=link.engine_id, adapter=entry, sources=tuple(sources))

@@ -35,9 +35,7 @@ class Routing:
     def add_server(self, server_id: ServerId, profile: EngineProfile, report: ServerReport) -> None:
         """Add an engine, or replace it after a restart."""
         if self._state is None:
-            slo_tpot_s = default_slo_tpot_s(
-                profile.machine, profile.max_num_seqs, report.total_kv_tokens
-            )
+            slo_tpot_s = default_slo_tpot_s(profile.machine, profile.max_num_seqs, report.total_kv_tokens)
             facts = RouterFacts(num_routers=self._num_gateways, slo_tpot_s=slo_tpot_s)
             self._state = RouterState(make_router(self._router, facts), self._rng)
             self._state.set_shares(self._shares)
@@ -48,9 +46,7 @@ class Routing:
         if self._state is not None:
             self._state.set_costs(server_id, self._costs_of(profile))
 
-    def apply_report(
-        self, server_id: ServerId, report: ServerReport, lacks: Callable[[int], bool]
-    ) -> None:
+    def apply_report(self, server_id: ServerId, report: ServerReport, lacks: Callable[[int], bool]) -> None:
         """See ``RouterState.apply_report``."""
         if self._state is not None:
             self._state.apply_report(server_id, report, lacks)

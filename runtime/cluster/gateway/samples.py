@@ -60,7 +60,5 @@ class TokenSamples:
         model = name if served is None else served.model or name
         body = _TokenizeBody(model=model, **{field: msgspec.Raw(text)})
         with suppress(HttpError):  # samples only improve estimates
-            tokens = await call(
-                self._session, link.card.url + _PATH, body, _Count, timeout_s=_TIMEOUT_S
-            )
+            tokens = await call(self._session, link.card.url + _PATH, body, _Count, timeout_s=_TIMEOUT_S)
             self._ratio.observe(text, tokens.count, name, is_chat=is_chat)

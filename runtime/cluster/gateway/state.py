@@ -93,8 +93,7 @@ class GatewayState:
         if entry is not None:
             return (entry,)
         entries = [
-            self.table.usable(name, name, (), param="lora")
-            for name in dict.fromkeys(facts.lora or ())
+            self.table.usable(name, name, (), param="lora") for name in dict.fromkeys(facts.lora or ())
         ]
         return tuple(sorted(entries, key=lambda one: -one.rank))
 

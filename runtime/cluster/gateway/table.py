@@ -17,9 +17,7 @@ class KnownTable:
     agents: dict[str, AgentCard] = field(default_factory=dict)
     adapters: dict[str, AdapterEntry] = field(default_factory=dict)
     shares: Shares = field(default_factory=dict)
-    names_by_agent: dict[str, frozenset[str]] = field(
-        default_factory=dict
-    )  # adapters with files there
+    names_by_agent: dict[str, frozenset[str]] = field(default_factory=dict)  # adapters with files there
 
     def apply(self, change: TableChange) -> None:
         """Apply a change. O(adapters and copies), except for a change of shares alone."""
@@ -78,8 +76,6 @@ class KnownTable:
             by_digest.setdefault(entry.digest, []).append(entry.name)
         before, self.names_by_agent = self.names_by_agent, {}
         for agent in self.agents.values():
-            names = frozenset(
-                name for digest in agent.digests for name in by_digest.get(digest, ())
-            )
+            names = frozenset(name for digest in agent.digests for name in by_digest.get(digest, ()))
             known = before.get(agent.agent_id)
             self.names_by_agent[agent.agent_id] = known if known == names else names

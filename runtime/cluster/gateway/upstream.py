@@ -189,9 +189,7 @@ class UpstreamPool:
                 f"the engine did not accept a connection within {CONNECT_TIMEOUT_S:g} s"
             ) from None
         except OSError as error:
-            raise ConnectFailedError(
-                f"the engine cannot be reached: {error.strerror or error}"
-            ) from None
+            raise ConnectFailedError(f"the engine cannot be reached: {error.strerror or error}") from None
         return exchange
 
     def release(self, exchange: EngineExchange) -> None:

@@ -36,9 +36,8 @@ def make_session(key: str) -> aiohttp.ClientSession:
 
 
 async def call(
-    session: aiohttp.ClientSession, url: str, body: msgspec.Struct | None, kind: type[_T],
-    *, timeout_s: float,
-) -> _T:  # fmt: skip
+    session: aiohttp.ClientSession, url: str, body: msgspec.Struct | None, kind: type[_T], *, timeout_s: float
+) -> _T:
     """POST ``body``, or GET without one, and return the answer, which is JSON of ``kind``.
 
     Raises:

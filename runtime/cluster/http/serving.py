@@ -27,9 +27,8 @@ _T = TypeVar("_T")
 
 
 def make_app(
-    check: CheckRequest, routes: Iterable[web.AbstractRouteDef], *,
-    max_body_bytes: int = MAX_BODY_BYTES,
-) -> web.Application:  # fmt: skip
+    check: CheckRequest, routes: Iterable[web.AbstractRouteDef], *, max_body_bytes: int = MAX_BODY_BYTES
+) -> web.Application:
     """Return an application that calls ``check`` before each request."""
 
     @web.middleware
@@ -87,9 +86,8 @@ def struct_response(value: msgspec.Struct) -> web.Response:
 def error_response(reply: ErrorReply) -> web.Response:
     """Return a response with an error."""
     return web.Response(
-        status=reply.status, body=reply.encode(), headers=reply.headers,
-        content_type="application/json",
-    )  # fmt: skip
+        status=reply.status, body=reply.encode(), headers=reply.headers, content_type="application/json"
+    )
 
 
 def shutting_down() -> HttpError:
@@ -116,6 +114,9 @@ def _reply_to(error: web.HTTPException, request: web.Request, max_body_bytes: in
         text = f"the body is larger than {max_body_bytes} bytes"
         return ErrorReply(413, text, "body_too_large")
     return routing_reply(
-        error.status, error.reason, method=request.method, path=request.path,
+        error.status,
+        error.reason,
+        method=request.method,
+        path=request.path,
         allowed=error.headers.get("Allow", ""),
-    )  # fmt: skip
+    )

@@ -66,9 +66,17 @@ class LocalLauncher:
     """The ``EngineLauncher`` of ``corun serve``, or of a command with the same options."""
 
     def __init__(
-        self, *, division: MachineDivision, engine: EngineConfig, serve: ServeConfig, host: str,
-        cluster_key: str, directory: Path, command: Sequence[str], session: aiohttp.ClientSession,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        division: MachineDivision,
+        engine: EngineConfig,
+        serve: ServeConfig,
+        host: str,
+        cluster_key: str,
+        directory: Path,
+        command: Sequence[str],
+        session: aiohttp.ClientSession,
+    ) -> None:
         """``directory``: for files of options. ``command``: the program that has ``serve``."""
         self._division = division
         self._engine, self._serve, self._host = engine, serve, host
@@ -97,11 +105,14 @@ class LocalLauncher:
             raise ResourceError(f"cannot start engine {engine_id}: {error}") from error
         self._board.set(
             EngineStatus(
-                engine_id=engine_id, url=None, state=STARTING, pid=process.pid,
+                engine_id=engine_id,
+                url=None,
+                state=STARTING,
+                pid=process.pid,
                 cpu_list=format_cpus(share.cpus),
                 num_restarts=0 if before is None else before.num_restarts + 1,
             )
-        )  # fmt: skip
+        )
         following = asyncio.ensure_future(self._follow(engine_id, process, sock))
         self._running[engine_id] = _Running(process, following)
 
@@ -146,9 +157,7 @@ class LocalLauncher:
             self._shares[engine_id] = index
         return shares[index]
 
-    def _spawn(
-        self, engine_id: str, share: EngineShare, port: int
-    ) -> "subprocess.Popen[bytes]":  # fmt: skip
+    def _spawn(self, engine_id: str, share: EngineShare, port: int) -> "subprocess.Popen[bytes]":
         path = self._directory / f"{engine_id}.json"
         path.write_bytes(msgspec.json.encode(engine_options(self._engine, self._serve, share)))
         environment = engine_environment(os.environ, self._key, share)
@@ -157,9 +166,7 @@ class LocalLauncher:
         command = [*self._command, "serve", "--config", str(path), *address]
         return spawn(_BOUND, cpus, *command, environment=environment)
 
-    async def _follow(
-        self, engine_id: str, process: "subprocess.Popen[bytes]", sock: socket.socket
-    ) -> None:
+    async def _follow(self, engine_id: str, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
         waiting = asyncio.ensure_future(self._wait_ready(engine_id, url_of(sock)))
         try:
             status = await ended(process)
@@ -223,16 +230,12 @@ def divide_this_machine(
     needs = EngineNeeds(
         num_engines=num_engines,
         has_workers=bool(devices) or engine.link_gib_per_s is not None,
-        weights_bytes=sum(
-            path.stat().st_size for path in files
-        ),  # if the model is a local directory
+        weights_bytes=sum(path.stat().st_size for path in files),  # if the model is a local directory
     )
     return divide_machine(machine, devices, needs, unpinned=unpinned)
 
 
-def engine_options(
-    engine: EngineConfig, serve: ServeConfig, share: EngineShare
-) -> dict[str, Any]:  # fmt: skip
+def engine_options(engine: EngineConfig, serve: ServeConfig, share: EngineShare) -> dict[str, Any]:
     """Return the options that differ from the defaults, in the format of ``--config``."""
     if share.cpus:
         engine = replace(
@@ -258,9 +261,7 @@ def _changed(config: object, kind: type) -> dict[str, Any]:
     return {spec.key: value for spec, value in values.items() if value != spec.default}
 
 
-def engine_environment(
-    present: Mapping[str, str], cluster_key: str, share: EngineShare
-) -> dict[str, str]:
+def engine_environment(present: Mapping[str, str], cluster_key: str, share: EngineShare) -> dict[str, str]:
     """Return ``present`` without options, which are in the options file, and with the keys.
 
     Keys are in the environment, since a list of processes shows the command line.

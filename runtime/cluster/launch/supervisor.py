@@ -30,13 +30,7 @@ from ...tasks import cancel_all
 from ..engine_types.registry import engine_type_of
 from ..http.calls import UnreachableError, call, make_session
 from ..process import ended, exit_words, spawn
-from ..settings import (
-    AgentSettings,
-    ControllerSettings,
-    GatewaySettings,
-    ProcessSettings,
-    RaySettings,
-)
+from ..settings import AgentSettings, ControllerSettings, GatewaySettings, ProcessSettings, RaySettings
 from ..state_dir import publish_controller, remove_controller
 from ..wire import (
     ADAPTERS_PATH,
@@ -72,9 +66,8 @@ class StaticLauncher:
     """An ``EngineLauncher`` for engines that run already, and that it does not end."""
 
     def __init__(
-        self, engines: Mapping[str, EngineCard], session: aiohttp.ClientSession, *,
-        look_every_s: float = 1.0,
-    ) -> None:  # fmt: skip
+        self, engines: Mapping[str, EngineCard], session: aiohttp.ClientSession, *, look_every_s: float = 1.0
+    ) -> None:
         """``engines``: by id."""
         self._engines = engines
         self._session = session
@@ -85,16 +78,12 @@ class StaticLauncher:
     async def start(self, engine_id: str) -> None:
         """Find the engine. Raises ``HttpError`` if the server is not of its engine type."""
         if engine_id not in self._engines:
-            raise ConfigError(
-                f"engine {engine_id!r} has no URL, and this command does not start it"
-            )
+            raise ConfigError(f"engine {engine_id!r} has no URL, and this command does not start it")
         if engine_id in self._polling:
             return
         card = self._engines[engine_id]
         await engine_type_of(card.foreign).profile(self._session, card)
-        self._board.set(
-            EngineStatus(engine_id=engine_id, url=card.url, state=READY, pid=0, cpu_list="")
-        )
+        self._board.set(EngineStatus(engine_id=engine_id, url=card.url, state=READY, pid=0, cpu_list=""))
         self._polling[engine_id] = asyncio.ensure_future(self._poll(card))
 
     async def stop(self, engine_id: str, *, drain_timeout_s: float) -> None:
@@ -125,10 +114,7 @@ class StaticLauncher:
 
     async def _state_at(self, url: str) -> tuple[str, str | None]:
         try:
-            async with (
-                asyncio.timeout(_LOOK_TIMEOUT_S),
-                self._session.get(url) as response,
-            ):
+            async with asyncio.timeout(_LOOK_TIMEOUT_S), self._session.get(url) as response:
                 is_ready = response.status == HTTPStatus.OK
                 return READY if is_ready else DRAINING, None
         except TimeoutError:
@@ -171,9 +157,7 @@ class SupervisedProcess:
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
 
-    async def _supervise(
-        self, process: "subprocess.Popen[bytes]", on_exit: Callable[[int], bool]
-    ) -> None:
+    async def _supervise(self, process: "subprocess.Popen[bytes]", on_exit: Callable[[int], bool]) -> None:
         tries = 0
         while True:
             started_s = time.monotonic()
@@ -184,9 +168,8 @@ class SupervisedProcess:
             after_s = _RESTART_AFTER_S[min(tries, len(_RESTART_AFTER_S) - 1)]
             tries += 1
             _logger.warning(
-                "the %s process ended (%s); restarting it in %g s", self._name, exit_words(status),
-                after_s,
-            )  # fmt: skip
+                "the %s process ended (%s); restarting it in %g s", self._name, exit_words(status), after_s
+            )
             await asyncio.sleep(after_s)
             if not self._is_wanted:
                 return
@@ -284,9 +267,7 @@ class ClusterSupervisor:
         await self._gateway_is_ready(session)
         self._begun.update(self._gateways)
 
-    async def _add(
-        self, session: aiohttp.ClientSession, static: StaticLauncher, card: EngineCard
-    ) -> None:
+    async def _add(self, session: aiohttp.ClientSession, static: StaticLauncher, card: EngineCard) -> None:
         """Add an engine. Raises ``ConfigError`` if the server is no engine, or does not fit."""
         try:
             await static.start(card.engine_id)
@@ -325,9 +306,7 @@ class ClusterSupervisor:
         except UnreachableError:
             raise
         except HttpError as error:
-            raise ConfigError(
-                f"the controller at {self._plan.controller_url} refuses: {error}"
-            ) from error
+            raise ConfigError(f"the controller at {self._plan.controller_url} refuses: {error}") from error
 
     async def _engine_is_ready(self, session: aiohttp.ClientSession) -> None:
         """Wait for the first engine, without a deadline: a failed start ends its agent."""
@@ -347,24 +326,28 @@ class ClusterSupervisor:
 
     async def _register(self, session: aiohttp.ClientSession, adapter: LoraModule) -> None:
         change = AdapterChange(
-            action="load", name=adapter.name, path=adapter.path, load_inplace=True,
+            action="load",
+            name=adapter.name,
+            path=adapter.path,
+            load_inplace=True,
             pinned=True if adapter.name in self._plan.pinned else None,
-        )  # fmt: skip
+        )
         try:
             await self._ask(session, ADAPTERS_PATH, change, timeout_s=_LOAD_TIMEOUT_S)
         except HttpError as error:
-            _logger.error(
-                "cannot load adapter %r; the cluster starts without it: %s", adapter.name, error
-            )
+            _logger.error("cannot load adapter %r; the cluster starts without it: %s", adapter.name, error)
 
     async def _status(self, session: aiohttp.ClientSession) -> ClusterStatus:
         url = self._plan.controller_url + STATUS_PATH
         return await call(session, url, None, ClusterStatus, timeout_s=_CALL_TIMEOUT_S)
 
     async def _ask(
-        self, session: aiohttp.ClientSession, path: str, change: msgspec.Struct,
+        self,
+        session: aiohttp.ClientSession,
+        path: str,
+        change: msgspec.Struct,
         timeout_s: float = _CALL_TIMEOUT_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """POST a change to the controller. Raises ``HttpError`` if it is refused."""
         url = self._plan.controller_url + path
         await call(session, url, change, dict, timeout_s=timeout_s)

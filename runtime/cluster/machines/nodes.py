@@ -98,9 +98,12 @@ class NodesKeeper:
     """Keeps the agents of one cluster. On one event loop, with one thread for Ray."""
 
     def __init__(
-        self, settings: RaySettings, session: aiohttp.ClientSession,
-        stop: asyncio.Event, connect: Callable[[str, str], ActorMachines],
-    ) -> None:  # fmt: skip
+        self,
+        settings: RaySettings,
+        session: aiohttp.ClientSession,
+        stop: asyncio.Event,
+        connect: Callable[[str, str], ActorMachines],
+    ) -> None:
         self._settings = settings
         self._session = session
         self._connect = connect
@@ -122,9 +125,7 @@ class NodesKeeper:
         Raises ``CorunError`` if Ray cannot be used, or a first agent cannot start.
         """
         ending: asyncio.Task[Any] = asyncio.ensure_future(self._stop.wait())
-        working = [
-            asyncio.ensure_future(work) for work in (self._supervise(), self._report_forever())
-        ]
+        working = [asyncio.ensure_future(work) for work in (self._supervise(), self._report_forever())]
         try:
             await asyncio.wait({ending, *working}, return_when=asyncio.FIRST_COMPLETED)
             for task in working:
@@ -177,18 +178,14 @@ class NodesKeeper:
         deadline_s = time.monotonic() + _LED_TIMEOUT_S
         while names:
             found = await self._ask(machines.agents, names, _ANSWER_TIMEOUT_S)
-            locations = {
-                name: one.location for name, one in found.items() if one.location is not None
-            }
+            locations = {name: one.location for name, one in found.items() if one.location is not None}
             if len(locations) == len(names) or time.monotonic() > deadline_s:
                 break
             await asyncio.sleep(_EVERY_S)
         else:
             return
         for name, location in locations.items():
-            await self._join(
-                name, location
-            )  # before any actor is ended: agents of another cluster refuse
+            await self._join(name, location)  # before any actor is ended: agents of another cluster refuse
         for name in names:
             self._saved.next_name = max(self._saved.next_name, int(name) + 1)
             found_at = locations.get(name)
@@ -197,9 +194,10 @@ class NodesKeeper:
                 self._saved.wanted[name] = _Wanted(found_at.resources, found_at)
                 continue
             _logger.warning(
-                "ending actor %s of an earlier start: it %s", name,
+                "ending actor %s of an earlier start: it %s",
+                name,
                 "does not answer" if found_at is None else "has other options",
-            )  # fmt: skip
+            )
             await self._ask(machines.end, name)
 
     async def _spread(self, machines: ActorMachines, num_engines: int) -> list[AgentResources]:
@@ -220,8 +218,7 @@ class NodesKeeper:
         wanted = self._saved.wanted
         for name in wanted.keys() - known:
             resources = wanted[name].resources
-            _logger.info("asking Ray to start an agent of %d engines: actor %s",
-                         resources.num_engines, name)  # fmt: skip
+            _logger.info("asking Ray to start an agent of %d engines: actor %s", resources.num_engines, name)
             await self._ask(machines.begin, name, resources, self._settings.node)
         agents = await self._ask(machines.agents, wanted, _ANSWER_TIMEOUT_S)
         self._answered_s, self._reason = time.monotonic(), None
@@ -291,9 +288,7 @@ class NodesKeeper:
 
     async def _end(self) -> None:
         """End all agents after their requests, then their actors."""
-        locations = [
-            one.location for one in self._saved.wanted.values() if one.location is not None
-        ]
+        locations = [one.location for one in self._saved.wanted.values() if one.location is not None]
         await asyncio.gather(*(self._end_agent(location) for location in locations))
         try:
             async with asyncio.timeout(_FORGET_TIMEOUT_S):
@@ -306,8 +301,9 @@ class NodesKeeper:
         if not is_there:
             _logger.error(
                 "Ray is unreachable. Engines were stopped; actors of cluster %r remain and will be "
-                "removed on the next start", self._settings.cluster_name,
-            )  # fmt: skip
+                "removed on the next start",
+                self._settings.cluster_name,
+            )
         self._path.unlink(missing_ok=True)
 
     async def _end_agent(self, location: AgentLocation) -> None:
@@ -339,10 +335,13 @@ class NodesKeeper:
         if is_late and reason is None:
             reason = f"it has not answered for {_LATE_S:g} s"
         return MachinesReport(
-            kind="ray", is_up=not is_late, num_agents=len(self._saved.wanted), reason=reason,
+            kind="ray",
+            is_up=not is_late,
+            num_agents=len(self._saved.wanted),
+            reason=reason,
             num_supervised=0 if is_late else len(self._agents.keys() & self._saved.wanted.keys()),
             taken=tuple(set(self._orders.wishes).intersection(self._saved.taken)),
-        )  # fmt: skip
+        )
 
     def _write(self) -> None:
         write_whole(self._path, msgspec.json.encode(self._saved))

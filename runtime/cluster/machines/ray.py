@@ -38,9 +38,7 @@ class RayMachines:
         self._name = cluster_name
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # avoids a warning
         try:
-            ray.init(
-                address=address, namespace=_NAMESPACE, logging_level="ERROR", log_to_driver=False
-            )
+            ray.init(address=address, namespace=_NAMESPACE, logging_level="ERROR", log_to_driver=False)
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise CorunError(f"cannot connect to Ray at {address}: {_line(error)}") from None
 
@@ -65,17 +63,17 @@ class RayMachines:
         try:
             group = _answer(get_placement_group, full)  # from an interrupted try
         except ValueError:
-            group = _answer(
-                placement_group, [resources.by_ray_name()], name=full, lifetime="detached"
-            )
+            group = _answer(placement_group, [resources.by_ray_name()], name=full, lifetime="detached")
         settings = msgspec.structs.replace(settings, resources=resources)
         options = {
-            "name": full, "lifetime": "detached", "max_restarts": -1, "get_if_exists": True,
-            "num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=0
-            ),
-        }  # fmt: skip
+            "name": full,
+            "lifetime": "detached",
+            "max_restarts": -1,
+            "get_if_exists": True,
+            "num_cpus": resources.num_cpus,
+            "num_gpus": resources.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        }
         actor = ray.remote(_SupervisingActor).options(**options)
         _answer(actor.remote, msgspec.json.encode(settings))
 
@@ -91,9 +89,7 @@ class RayMachines:
         for name, answer in asked.items():
             left_s = max(0.0, deadline_s - time.monotonic())
             try:
-                found[name] = msgspec.json.decode(
-                    ray.get(answer, timeout=left_s), type=SupervisedAgent
-                )
+                found[name] = msgspec.json.decode(ray.get(answer, timeout=left_s), type=SupervisedAgent)
             except GetTimeoutError:
                 continue
             except RayActorError as error:

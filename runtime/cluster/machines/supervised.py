@@ -139,9 +139,7 @@ class AgentSupervisor:
         if not _is_locked(self._directory / _RUNS):
             return None
         try:
-            return msgspec.json.decode(
-                (self._directory / _LOCATION).read_bytes(), type=AgentLocation
-            )
+            return msgspec.json.decode((self._directory / _LOCATION).read_bytes(), type=AgentLocation)
         except (OSError, msgspec.DecodeError):
             return None
 
@@ -166,9 +164,14 @@ class AgentSupervisor:
         with runs, path.open("ab") as log, signals_held():
             subprocess.run(
                 [sys.executable, "-P", "-m", _MODULE],
-                input=msgspec.json.encode(self._settings), stdout=log, stderr=log,
-                env=environment, start_new_session=True, pass_fds=(runs.fileno(),), check=False,
-            )  # fmt: skip
+                input=msgspec.json.encode(self._settings),
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                pass_fds=(runs.fileno(),),
+                check=False,
+            )
 
     def _last_error(self) -> str:
         path = self._directory / _LOG
@@ -207,9 +210,12 @@ async def run_supervised(settings: NodeSettings, stop: asyncio.Event) -> int | N
             os.sched_setaffinity(0, division.others_cpus)
     with bind(settings.host, 0) as kept:  # reserves the port
         location = AgentLocation(
-            agent_id=settings.agent_id, url=url_of(kept), pid=os.getpid(), resources=resources,
+            agent_id=settings.agent_id,
+            url=url_of(kept),
+            pid=os.getpid(),
+            resources=resources,
             options_digest=digest,
-        )  # fmt: skip
+        )
         write_whole(directory / _LOCATION, msgspec.json.encode(location))
         watching = asyncio.ensure_future(
             _end_unsupervised(directory / _SUPERVISED, settings.unsupervised_s, stop)
@@ -224,20 +230,28 @@ async def run_supervised(settings: NodeSettings, stop: asyncio.Event) -> int | N
             watching.cancel()
 
 
-def _agent_settings(
-    settings: NodeSettings, division: MachineDivision, port: int
-) -> AgentSettings:  # fmt: skip
+def _agent_settings(settings: NodeSettings, division: MachineDivision, port: int) -> AgentSettings:
     cache_bytes = settings.adapter_cache_bytes
     if cache_bytes is None:
         cache_bytes = shutil.disk_usage(settings.state_dir).free // 2
     given = {} if settings.engine_command is None else {"engine_command": settings.engine_command}
     return AgentSettings(
-        cluster_key=settings.cluster_key, log_level=settings.log_level, run_id=settings.run_id,
-        agent_id=settings.agent_id, controller_url=settings.controller_url, host=settings.host,
-        port=port, state_dir=settings.state_dir, division=division,
-        adapter_cache_bytes=cache_bytes, engine=settings.engine, serve=settings.serve,
-        num_places=settings.resources.num_engines, roots=settings.roots, **given,
-    )  # fmt: skip
+        cluster_key=settings.cluster_key,
+        log_level=settings.log_level,
+        run_id=settings.run_id,
+        agent_id=settings.agent_id,
+        controller_url=settings.controller_url,
+        host=settings.host,
+        port=port,
+        state_dir=settings.state_dir,
+        division=division,
+        adapter_cache_bytes=cache_bytes,
+        engine=settings.engine,
+        serve=settings.serve,
+        num_places=settings.resources.num_engines,
+        roots=settings.roots,
+        **given,
+    )
 
 
 async def _end_unsupervised(path: Path, unsupervised_s: float, stop: asyncio.Event) -> None:

@@ -80,9 +80,7 @@ class Fleet:
         self.is_padded = np.array([lora.is_padded for lora in loras], dtype=np.bool_)
         self.are_all_padded = bool(self.is_padded.all())
         self.has_padded = bool(self.is_padded.any())
-        self.max_num_batched_tokens = np.array(
-            [float(view.costs.max_num_batched_tokens) for view in views]
-        )
+        self.max_num_batched_tokens = np.array([float(view.costs.max_num_batched_tokens) for view in views])
 
     def ids(self, order: npt.NDArray[np.intp]) -> list[ServerId]:
         """Return the servers of cells."""
@@ -149,9 +147,8 @@ class Fleet:
             # The new row's bytes, and the padding that it adds to other rows.
             padded_bytes = padding.larger * load.num_rows + padding.smaller + num_bytes
             added_bytes = (
-                padded_bytes if self.are_all_padded
-                else np.where(self.is_padded, padded_bytes, added_bytes)
-            )  # fmt: skip
+                padded_bytes if self.are_all_padded else np.where(self.is_padded, padded_bytes, added_bytes)
+            )
         result: Floats = load.decode_s_per_byte * added_bytes
         if self._has_fixed and num_bytes:
             result += self._decode_fixed_s * (load.largest_bytes == 0) * load.correction

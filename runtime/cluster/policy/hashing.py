@@ -52,9 +52,7 @@ def _hashed_order(key: str, servers: tuple[ServerId, ...]) -> tuple[ServerId, ..
     return tuple([servers[index] for index in np.argsort(units, kind="stable").tolist()])
 
 
-def weighted_order(
-    units: Mapping[ServerId, float], shares: Mapping[ServerId, float]
-) -> list[ServerId]:
+def weighted_order(units: Mapping[ServerId, float], shares: Mapping[ServerId, float]) -> list[ServerId]:
     """Return servers such that each is first for its share of all keys.
 
     ``units``: a number in (0, 1) for each server with a share > 0, drawn or hashed.

@@ -96,9 +96,8 @@ def load_of(
 
 
 def _rows(
-    costs: ServerCosts, report: ServerReport, sent: Sequence[tuple[float, RouteRequest]],
-    context_tokens: int,
-) -> tuple[int, _Rows]:  # fmt: skip
+    costs: ServerCosts, report: ServerReport, sent: Sequence[tuple[float, RouteRequest]], context_tokens: int
+) -> tuple[int, _Rows]:
     """Return the number of requests, and the rows of a step. Loops are for speed.
 
     With padded kernels all rows count as the largest.

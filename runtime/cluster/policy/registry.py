@@ -10,13 +10,7 @@ from ...errors import ConfigError
 from ...near_names import near_names
 from .predicted import PredictedRouter
 from .router import Router
-from .simple import (
-    AffinityRouter,
-    FirstFitRouter,
-    LeastTokensRouter,
-    RandomRouter,
-    TwoChoicesRouter,
-)
+from .simple import AffinityRouter, FirstFitRouter, LeastTokensRouter, RandomRouter, TwoChoicesRouter
 from .toppings import ToppingsRouter
 
 _SLO_FACTOR = 1.5  # of the time per token without adapters: Toppings, section 7.4
@@ -64,9 +58,7 @@ ROUTERS: Mapping[str, Callable[[RouterFacts], Router]] = {
 }
 
 # Routers that clusters cannot run, and the reason.
-_ONLY_SIMULATED = {
-    "dlora": "it moves waiting requests between engines, which engines do not support"
-}
+_ONLY_SIMULATED = {"dlora": "it moves waiting requests between engines, which engines do not support"}
 
 
 def check_live_router(name: str) -> None:

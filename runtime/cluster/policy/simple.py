@@ -24,27 +24,21 @@ class _OfReady(Router):
         return self._ordered(request, ready, rng) if ready else ()
 
     @abstractmethod
-    def _ordered(
-        self, request: RouteRequest, views: list[ServerView], rng: random.Random
-    ) -> list[ServerId]:
+    def _ordered(self, request: RouteRequest, views: list[ServerView], rng: random.Random) -> list[ServerId]:
         """Return all of ``views``, at least one, in order."""
 
 
 class RandomRouter(_OfReady):
     """A uniformly random order."""
 
-    def _ordered(
-        self, request: RouteRequest, views: list[ServerView], rng: random.Random
-    ) -> list[ServerId]:
+    def _ordered(self, request: RouteRequest, views: list[ServerView], rng: random.Random) -> list[ServerId]:
         return _ids(_shuffled(views, rng))
 
 
 class LeastTokensRouter(_OfReady):
     """Fewest waiting and running context tokens first; ties are drawn."""
 
-    def _ordered(
-        self, request: RouteRequest, views: list[ServerView], rng: random.Random
-    ) -> list[ServerId]:
+    def _ordered(self, request: RouteRequest, views: list[ServerView], rng: random.Random) -> list[ServerId]:
         return fewest_tokens_first(views, rng)
 
 
@@ -54,9 +48,7 @@ class TwoChoicesRouter(_OfReady):
     Source: Mitzenmacher, 2001, "The power of two choices in randomized load balancing".
     """
 
-    def _ordered(
-        self, request: RouteRequest, views: list[ServerView], rng: random.Random
-    ) -> list[ServerId]:
+    def _ordered(self, request: RouteRequest, views: list[ServerView], rng: random.Random) -> list[ServerId]:
         drawn = _shuffled(views, rng)
         return _ids([*sorted(drawn[:2], key=lambda view: view.load.num_requests), *drawn[2:]])
 
@@ -68,9 +60,7 @@ class FirstFitRouter(_OfReady):
     with the fewest requests.
     """
 
-    def _ordered(
-        self, request: RouteRequest, views: list[ServerView], rng: random.Random
-    ) -> list[ServerId]:
+    def _ordered(self, request: RouteRequest, views: list[ServerView], rng: random.Random) -> list[ServerId]:
         num_tokens = request.num_prompt_tokens + request.predicted_output_tokens
         fitting: list[ServerView] = []
         full: list[ServerView] = []
@@ -89,9 +79,7 @@ class AffinityRouter(_OfReady):
     Source: Mirrokni, Thorup and Zadimoghaddam, 2018, "Consistent hashing with bounded loads".
     """
 
-    def _ordered(
-        self, request: RouteRequest, views: list[ServerView], rng: random.Random
-    ) -> list[ServerId]:
+    def _ordered(self, request: RouteRequest, views: list[ServerView], rng: random.Random) -> list[ServerId]:
         key = request.adapter_name or request.session
         loads = {view.server_id: view.load.num_requests for view in views}
         order = _ids(_shuffled(views, rng)) if key is None else hashed_order(key, loads)

@@ -137,9 +137,7 @@ class _BaseWeights:
         self._source = source
         self._dtype = dtype
 
-    def differing_rows(
-        self, name: str, tensor: RawTensor, parts: Iterable[memoryview]
-    ) -> NDArray[np.bool_]:
+    def differing_rows(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> NDArray[np.bool_]:
         """See ``resolved.BaseWeights``."""
         return self._stored.differing_rows(name, tensor, parts)
 
@@ -207,10 +205,7 @@ def _describe(spec: LoraSpec, adapter: ResolvedAdapter) -> list[str]:
         f"scaling   {scalings} ({rule})",
         f"targets   {len(loras)}: {targets}",
         f"layers    {len(layers)}{': ' if layers else ''}{_ranges(layers)}",
-        *(
-            f"bytes     {adapter.num_bytes(size):,} on the device in {name}"
-            for name, size in _DEVICE_DTYPES
-        ),
+        *(f"bytes     {adapter.num_bytes(size):,} on the device in {name}" for name, size in _DEVICE_DTYPES),
         f"base      {spec.base_model_name_or_path or 'not named'}",
         *(f"left out  {phrase}" for phrase in adapter.left_out),
         *_describe_rows(adapter),

@@ -60,9 +60,12 @@ def adapter_roots(config: EngineConfig) -> AdapterRoots:
 
 
 def make_host_adapters(
-    config: EngineConfig, loaded: "LoadedModel", arena: ArenaPlan, slab_bytes: int | None,
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    arena: ArenaPlan,
+    slab_bytes: int | None,
     profile: "Profile | None",
-) -> "HostAdapters":  # fmt: skip
+) -> "HostAdapters":
     """Make the arena, its loader from PEFT directories, and the adapters' slab, if any."""
     from ....gpu.adapters.copier import SlabSize
     from ....gpu.adapters.host import ArenaSize, one_group
@@ -117,9 +120,7 @@ class HostFiles:
         """See ``AdapterFiles``."""
         return AdapterOutline(*self._host.outline(path))
 
-    def read(
-        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
-    ) -> AdapterContent:
+    def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         """See ``AdapterFiles``."""
         try:
             if isinstance(path, MixSource):
@@ -129,9 +130,7 @@ class HostFiles:
         except OSError as error:
             raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
 
-    def _read(
-        self, folder: Path, make_room: MakeRoom, known: AdapterVersion | None
-    ) -> AdapterContent:
+    def _read(self, folder: Path, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         before = stamps_of(folder, CONVENTION_NAMES)
         weights_stamps = settled_stamps_of(folder, (CONFIG_NAME, WEIGHTS_NAME))
         if known is not None and weights_stamps and weights_stamps == known.weights_stamps:
@@ -156,16 +155,18 @@ class HostFiles:
             adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer, adapter.not_by_workers
         )
         facts = AdapterFacts(
-            adapter.digest, adapter.rank, adapter.num_bytes,
-            host_bytes=adapter.host_bytes, layers=layers, left_out=adapter.left_out,
+            adapter.digest,
+            adapter.rank,
+            adapter.num_bytes,
+            host_bytes=adapter.host_bytes,
+            layers=layers,
+            left_out=adapter.left_out,
             vocab_size=adapter.vocab_size,
-        )  # fmt: skip
+        )
         return facts, adapter.is_kept
 
 
-def adapter_fetch(
-    host: "HostAdapters", manager: AdapterManager, cpus: tuple[int, ...]
-) -> "AdapterFetch":
+def adapter_fetch(host: "HostAdapters", manager: AdapterManager, cpus: tuple[int, ...]) -> "AdapterFetch":
     """Return the executor's loads, which check that a version's files are unchanged."""
     from ....gpu.execution.executor import AdapterFetch
 
@@ -178,9 +179,8 @@ def adapter_fetch(
 
 
 def make_manager(
-    config: EngineConfig, host: "HostAdapters", tokens: BaseTokens,
-    background_cpus: tuple[int, ...],
-) -> AdapterManager:  # fmt: skip
+    config: EngineConfig, host: "HostAdapters", tokens: BaseTokens, background_cpus: tuple[int, ...]
+) -> AdapterManager:
     """Make the adapter manager. Raises ``ConfigError`` for a bad state file."""
     path = config.lora_state_file
     state_file = None if path is None else AdapterStateFile(Path(path).expanduser())

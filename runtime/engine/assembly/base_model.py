@@ -39,8 +39,7 @@ def read_base_model(config: EngineConfig) -> BaseModel:
         fingerprint=model_fingerprint(source, model),
         dtype=str(dtype).removeprefix("torch."),
         kv_bytes_per_token=dtype.itemsize * text.num_hidden_layers * _kv_width(config, text),
-        adapter_bytes_per_rank=dtype.itemsize
-        * sum(one.in_features + one.out_features for one in targets),
+        adapter_bytes_per_rank=dtype.itemsize * sum(one.in_features + one.out_features for one in targets),
     )
 
 

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ....shm.light_numba import import_numba
 from ....shm.stale import remove_stale_names
+from ...adapters.info import AdapterInfo, num_fitting
 from ...adapters.sources import collect_sources
 from ...adapters.vocabulary import BaseTokens
 from ...config.demo import model_name, with_demo
@@ -24,6 +25,7 @@ from ...config.engine import EngineConfig
 from ...config.notations import LoraModule
 from ...file_calls import FILES
 from ...grammar.compiled import Grammars
+from ...grammar.tokenizer import TokenTree
 from ...machine.facts import MachineFacts, read_machine_facts
 from ...machine.gc_control import collection_paused, keep_imported, keep_living
 from ...machine.unused_memory import give_back_unused
@@ -35,15 +37,10 @@ from ..core import CoreConfig, EngineCore
 from ..heartbeat import Heartbeat
 from ..loop import OwnPolicies
 from ..memory_watch import watch_memory
-from ..messages import ModelInfo, TokenizerSpec
+from ..messages import CpuWorkerStats, ModelInfo, ThreadStats, TokenizerSpec
+from ..stats import CpuStats
 from ..tokenizer import ModelTokenizer, read_tokenizer
-from .adapter_wiring import (
-    adapter_fetch,
-    base_names,
-    make_host_adapters,
-    make_manager,
-    register_adapters,
-)
+from .adapter_wiring import adapter_fetch, base_names, make_host_adapters, make_manager, register_adapters
 from .placement import Placement, kept_directory, place_engine, warn_of_what_is_not_kept
 from .resources import ArenaPlan, MemoryPlan
 from .scheduling import make_scheduler
@@ -53,27 +50,12 @@ if TYPE_CHECKING:
     from ....gpu.adapters.host import HostAdapters
     from ....gpu.execution.assemble import LoadedModel
     from ....gpu.execution.executor import DeviceExecutor
+    from ....gpu.execution.sampler import Sampler
     from ....gpu.kv.host import HostKv
     from ....gpu.model.generation import GenerationDefaults
     from ....gpu.model.source import ModelSource
     from ....profiles.models import MachineModel
     from ....profiles.profile import Profile
-    from .coexecution import Coexecution
-from typing import TYPE_CHECKING, Any
-
-from ...grammar.tokenizer import TokenTree
-
-if TYPE_CHECKING:
-    from ....gpu.execution.sampler import Sampler
-    from ....gpu.model.generation import GenerationDefaults
-from typing import TYPE_CHECKING
-
-from ...adapters.info import AdapterInfo, num_fitting
-from ..messages import CpuWorkerStats, ThreadStats
-from ..stats import CpuStats
-
-if TYPE_CHECKING:
-    from ....gpu.execution.assemble import LoadedModel
     from .coexecution import Coexecution
 
 _LOG = logging.getLogger(__name__)
@@ -151,15 +133,17 @@ def cpu_stats(loaded: "LoadedModel", coexecution: "Coexecution | None") -> CpuSt
         return CpuStats(workers)
     total = threads.total
     return CpuStats(
-        workers,
-        ThreadStats(threads.num_threads, total.ran_s, total.waited_s, threads.waited_share),
+        workers, ThreadStats(threads.num_threads, total.ran_s, total.waited_s, threads.waited_share)
     )
 
 
 def make_grammars(
-    tokenizer: ModelTokenizer, config: Any, defaults: "GenerationDefaults",
-    notify: Callable[[], None], cpus: tuple[int, ...],
-) -> Grammars:  # fmt: skip
+    tokenizer: ModelTokenizer,
+    config: Any,
+    defaults: "GenerationDefaults",
+    notify: Callable[[], None],
+    cpus: tuple[int, ...],
+) -> Grammars:
     """Return the grammars for a model. Their tree of tokens is not begun yet.
 
     ``config``: transformers' configuration of the text model; ``notify``, ``cpus``: see
@@ -174,9 +158,7 @@ def make_grammars(
     return Grammars(tree, notify, cpus)
 
 
-def make_sampler(
-    grammars: Grammars, defaults: "GenerationDefaults", cpus: tuple[int, ...]
-) -> "Sampler":
+def make_sampler(grammars: Grammars, defaults: "GenerationDefaults", cpus: tuple[int, ...]) -> "Sampler":
     """Return a sampler that follows ``grammars`` with a thread on ``cpus``."""
     from ....gpu.execution.sampler import Sampler
 
@@ -200,9 +182,13 @@ class EngineAssembly:
     """An assembled engine."""
 
     def __init__(
-        self, core: EngineCore, info: ModelInfo, adapters: AdapterManager,
-        close: Callable[[], None], parts: EngineParts,
-    ) -> None:  # fmt: skip
+        self,
+        core: EngineCore,
+        info: ModelInfo,
+        adapters: AdapterManager,
+        close: Callable[[], None],
+        parts: EngineParts,
+    ) -> None:
         self.core = core
         self.info = info
         self.adapters = adapters
@@ -278,29 +264,23 @@ def _imports(*, own_process: bool) -> Iterator[None]:
 
 
 def _build(
-    config: EngineConfig, on_progress: Callable[[str], None], own_policies: OwnPolicies | None,
-    *, own_process: bool,
-) -> EngineAssembly:  # fmt: skip
+    config: EngineConfig,
+    on_progress: Callable[[str], None],
+    own_policies: OwnPolicies | None,
+    *,
+    own_process: bool,
+) -> EngineAssembly:
     assert config.model is not None
     remove_stale_names()
     with _imports(own_process=own_process):
         from ....gpu.execution import assemble, start_probe
-        from ....gpu.execution.threads import set_threads
-        from ....gpu.forward.kernel_threads import set_kernel_threads
         from ....gpu.model.source import ModelSource, load_config
 
     warn_of_what_is_not_kept()
     facts = read_machine_facts()
     placement = place_engine(config, facts)
     FILES.place(placement.background_cpus)
-    most_threads = placement.machine.num_threads
-    num_threads = config.cpu_threads or most_threads
-    # torch's threads belong to the whole process. A pinned engine with more threads than cores
-    # would wait at every barrier, so cores limit threads, even in another program's process.
-    owns_torch = own_process or config.cpu_threads is not None or config.engine_cores is not None
-    if owns_torch:
-        set_threads(num_threads)
-    set_kernel_threads(num_threads)
+    owns_torch = _limit_threads(config, placement.machine.num_threads, own_process=own_process)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     # Refuse invalid options before the weights are read, which takes long.
     hf_config = load_config(source)
@@ -309,30 +289,57 @@ def _build(
     adapters = collect_sources(config.lora_dir, config.lora_modules, base_names(config))
     on_progress("reading the tokenizer")
     tokenizer = read_tokenizer(
-        config.model, int(hf_config.get_text_config().vocab_size), revision=config.revision,
+        config.model,
+        int(hf_config.get_text_config().vocab_size),
+        revision=config.revision,
         trust_remote_code=config.trust_remote_code,
-    )  # fmt: skip
+    )
     loaded = assemble.load(source, config, on_progress, placement.background_cpus, kept_directory())
     try:
         on_progress("comparing logits with transformers (parity probe)")
         may_choose = own_process and config.cpu_threads is None
         loaded = start_probe.probe(
-            loaded, config, kept=kept_directory(),
-            max_threads=most_threads if may_choose else None, owns_torch=owns_torch,
-        )  # fmt: skip
+            loaded,
+            config,
+            kept=kept_directory(),
+            max_threads=placement.machine.num_threads if may_choose else None,
+            owns_torch=owns_torch,
+        )
         if loaded.max_step_tokens is not None:
             num_tokens = min(config.max_num_batched_tokens, loaded.max_step_tokens)
             config = replace(config, max_num_batched_tokens=num_tokens)
         measured = _measured(config, loaded, placement, facts, on_progress)
         assembly = _connect(
-            config, _Given(source, tokenizer, adapters), loaded, on_progress, placement, measured,
+            config,
+            _Given(source, tokenizer, adapters),
+            loaded,
+            on_progress,
+            placement,
+            measured,
             own_policies,
-        )  # fmt: skip
+        )
     except BaseException:
         loaded.close()
         raise
     assembly.tokenizer = tokenizer.spec
     return assembly
+
+
+def _limit_threads(config: EngineConfig, most_threads: int, *, own_process: bool) -> bool:
+    """Set the threads of torch and of the kernels; whether torch's belong to the engine.
+
+    torch's threads belong to the whole process. A pinned engine with more threads than cores would
+    wait at every barrier, so cores limit threads, even in another program's process.
+    """
+    from ....gpu.execution.threads import set_threads
+    from ....gpu.forward.kernel_threads import set_kernel_threads
+
+    num_threads = config.cpu_threads or most_threads
+    owns_torch = own_process or config.cpu_threads is not None or config.engine_cores is not None
+    if owns_torch:
+        set_threads(num_threads)
+    set_kernel_threads(num_threads)
+    return owns_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,16 +364,16 @@ class _Measured:
 
 
 def _measured(
-    config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts,
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    placement: Placement,
+    facts: MachineFacts,
     on_progress: Callable[[str], None],
-) -> _Measured:  # fmt: skip
+) -> _Measured:
     from .profiling import profile_for, saved_profile
 
     if not loaded.target_map.inside:  # a profile needs adapters
-        _LOG.warning(
-            "adapters cannot target any module of %s: only the base model is served",
-            config.model,
-        )  # fmt: skip
+        _LOG.warning("adapters cannot target any module of %s: only the base model is served", config.model)
         return _Measured(None, None)
     if not copies_adapters(config, loaded):
         saved = saved_profile(config, loaded, placement, facts)
@@ -375,11 +382,42 @@ def _measured(
     return _Measured(profile, None if profile is None else profile.model)
 
 
+def _make_core(
+    config: EngineConfig,
+    fingerprint: str,
+    loaded: "LoadedModel",
+    measured: _Measured,
+    scheduler: Scheduler,
+    executor: "DeviceExecutor",
+    manager: AdapterManager,
+    coexecution: "Coexecution | None",
+) -> EngineCore:
+    settings = CoreConfig(
+        base_fingerprint=fingerprint,
+        dtype=str(loaded.dtype),
+        machine=measured.model,
+        log_slow_s=config.log_slow_s,
+    )
+    return EngineCore(
+        scheduler,
+        executor,
+        manager,
+        settings,
+        clock=time.monotonic,
+        on_adapter_gone=manager.remove_version,
+        cpu=partial(cpu_stats, loaded, coexecution),
+    )
+
+
 def _connect(
-    config: EngineConfig, given: _Given, loaded: "LoadedModel",
-    on_progress: Callable[[str], None], placement: Placement, measured: _Measured,
+    config: EngineConfig,
+    given: _Given,
+    loaded: "LoadedModel",
+    on_progress: Callable[[str], None],
+    placement: Placement,
+    measured: _Measured,
     own_policies: OwnPolicies | None,
-) -> EngineAssembly:  # fmt: skip
+) -> EngineAssembly:
     """Plan the memory, make core and executor, and register the adapters."""
     from ....gpu.execution import assemble
     from ....gpu.model.fingerprint import model_fingerprint
@@ -407,39 +445,42 @@ def _connect(
         grammars = make_grammars(given.tokenizer, loaded.config, defaults, manager.notify, cpus)
         undo.callback(grammars.close)
         assemble.warm_up_kernels(loaded, runner, memory.max_model_len, on_progress)
+        fetch, sampler = adapter_fetch(host, manager, cpus), make_sampler(grammars, defaults, cpus)
         executor = assemble.make_executor(
-            loaded, runner, adapter_fetch(host, manager, cpus),
-            make_sampler(grammars, defaults, cpus), max_model_len=memory.max_model_len,
-            assistant=None if coexecution is None else coexecution.assistant, host_kv=host_kv,
-        )  # fmt: skip
+            loaded,
+            runner,
+            fetch,
+            sampler,
+            max_model_len=memory.max_model_len,
+            assistant=None if coexecution is None else coexecution.assistant,
+            host_kv=host_kv,
+        )
         undo.callback(executor.close)
+        host_cache, eos_token_ids = _host_cache(arena, host), defaults.eos_token_ids
         scheduler = make_scheduler(
-            config, loaded, memory, _host_cache(arena, host), defaults.eos_token_ids, coexecution,
-            own_policies, measured.model,
-        )  # fmt: skip
-        core = EngineCore(
-            scheduler, executor, manager,
-            CoreConfig(base_fingerprint=fingerprint, dtype=str(loaded.dtype),
-                       machine=measured.model, log_slow_s=config.log_slow_s),
-            clock=time.monotonic, on_adapter_gone=manager.remove_version,
-            cpu=partial(cpu_stats, loaded, coexecution),
-        )  # fmt: skip
+            config, loaded, memory, host_cache, eos_token_ids, coexecution, own_policies, measured.model
+        )
+        core = _make_core(config, fingerprint, loaded, measured, scheduler, executor, manager, coexecution)
         manager.attach(core)
         if not is_cuda:
-            relief = scheduler.memory.relief
-            undo.callback(watch_memory(relief, manager.notify, cpus))
+            undo.callback(watch_memory(scheduler.memory.relief, manager.notify, cpus))
         register_adapters(config, manager, given.adapters, on_progress, cpus)
-        info = _model_info(config, loaded, memory, defaults, profile)
-        summary = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
-        info = msgspec.structs.replace(info, summary=summary, base_fingerprint=fingerprint)
+        info = _model_info(config, loaded, memory, defaults, profile, fingerprint)
+        lines = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         parts = EngineParts(scheduler, executor, loaded, host, coexecution, grammars)
+        info = msgspec.structs.replace(info, summary=lines)
         return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
 
 
 def _coexecution(
-    config: EngineConfig, loaded: "LoadedModel", host: "HostAdapters", placement: Placement,
-    profile: "Profile | None", on_progress: Callable[[str], None], host_kv: "HostKv | None",
-) -> "Coexecution | None":  # fmt: skip
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    host: "HostAdapters",
+    placement: Placement,
+    profile: "Profile | None",
+    on_progress: Callable[[str], None],
+    host_kv: "HostKv | None",
+) -> "Coexecution | None":
     """Start co-execution if adapters are copied to the device."""
     if not copies_adapters(config, loaded):
         return None
@@ -456,9 +497,7 @@ def _host_kv(
         return None
     from ....gpu.kv.host import HostKv
 
-    host_kv = HostKv(
-        loaded.device, memory.num_host_slots, loaded.layout.block_bytes, watch_cpus=cpus
-    )
+    host_kv = HostKv(loaded.device, memory.num_host_slots, loaded.layout.block_bytes, watch_cpus=cpus)
     undo.callback(host_kv.close)
     return host_kv
 
@@ -466,9 +505,7 @@ def _host_kv(
 def _host_cache(plan: ArenaPlan, host: "HostAdapters") -> HostCache:
     """Make the account of the arena."""
     return HostCache(
-        host.arena.capacity_bytes,
-        is_device_memory=plan.idle_bytes is not None,
-        idle_bytes=plan.idle_bytes,
+        host.arena.capacity_bytes, is_device_memory=plan.idle_bytes is not None, idle_bytes=plan.idle_bytes
     )
 
 
@@ -478,6 +515,7 @@ def _model_info(
     memory: MemoryPlan,
     defaults: "GenerationDefaults",
     profile: "Profile | None",
+    fingerprint: str,
 ) -> ModelInfo:
     assert config.model is not None
     return ModelInfo(
@@ -487,12 +525,12 @@ def _model_info(
         max_model_len=memory.max_model_len,
         vocab_size=int(loaded.config.vocab_size),
         eos_token_ids=defaults.eos_token_ids,
+        base_fingerprint=fingerprint,
         default_sampling=defaults.sampling,
         kv_capacity_tokens=memory.num_blocks * config.block_size,
         host_kv_tokens=memory.num_host_slots * config.block_size,
         memory_bytes=memory.capacity_bytes,
-        context_bytes=blocks_for(memory.max_model_len, config.block_size)
-        * loaded.layout.block_bytes,
+        context_bytes=blocks_for(memory.max_model_len, config.block_size) * loaded.layout.block_bytes,
         adapter_memory_bytes=memory.slab_bytes,
         max_num_waiting=config.max_num_waiting,
         max_queue_s=config.max_queue_s,

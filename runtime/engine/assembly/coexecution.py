@@ -106,22 +106,22 @@ def start_coexecution(
             None if workers is None else workers.gateway,
             profile.model.num_layers,
         )
-        planner = Planner(
-            profile.model,
-            PlannerConfig(forced=_forced(config), max_stall_share=config.max_assisted_stall),
-        )
-        cold_starts = PlannedColdStarts(
-            planner,
-            _worker_tokens(profile.model, 0 if workers is None else workers.pool.num_workers),
-            TransferTable(),
-        )
+        num_workers = 0 if workers is None else workers.pool.num_workers
         return Coexecution(
-            assistant, cold_starts,
+            assistant,
+            _cold_starts(config, profile.model, num_workers),
             min(config.max_assisted_tokens_per_step, config.max_num_batched_tokens),
             _MAX_COLD_ROWS,
-            CpuWorkerStats if workers is None else workers.stats, profile,
-            None if workers is None else workers.pool, undo.pop_all().close,
-        )  # fmt: skip
+            CpuWorkerStats if workers is None else workers.stats,
+            profile,
+            None if workers is None else workers.pool,
+            undo.pop_all().close,
+        )
+
+
+def _cold_starts(config: EngineConfig, model: MachineModel, num_workers: int) -> PlannedColdStarts:
+    settings = PlannerConfig(forced=_forced(config), max_stall_share=config.max_assisted_stall)
+    return PlannedColdStarts(Planner(model, settings), _worker_tokens(model, num_workers), TransferTable())
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,14 @@ class _Workers:
 
 
 def _start_workers(
-    config: EngineConfig, loaded: "LoadedModel", host: "HostAdapters", exchange: "Exchange",
-    placement: Placement, profile: Profile, on_progress: Callable[[str], None],
-) -> _Workers | None:  # fmt: skip
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    host: "HostAdapters",
+    exchange: "Exchange",
+    placement: Placement,
+    profile: Profile,
+    on_progress: Callable[[str], None],
+) -> _Workers | None:
     """Start the pool and register its memory; None if no workers are planned."""
     import torch
 
@@ -171,9 +176,13 @@ def _start_workers(
         except WorkerPoolError as error:
             _LOG.warning("CPU workers did not start; continuing without them for now: %s", error)
         gateway = WorkerGateway(
-            pool, rings, control, exchange, _predictor(pool),
+            pool,
+            rings,
+            control,
+            exchange,
+            _predictor(pool),
             tokens_per_worker=profile.model.tokens_per_worker,
-        )  # fmt: skip
+        )
         return _Workers(pool, gateway, undo.pop_all().close)
 
 

@@ -54,8 +54,9 @@ def warn_of_what_is_not_kept() -> None:
         _LOG.warning(
             "every start %s, because %s; set %s to a directory that only this user can write to",
             " and ".join(what for what, _ in found.values()),
-            ", and ".join(str(why) for _, why in found.values()), " and ".join(found),
-        )  # fmt: skip
+            ", and ".join(str(why) for _, why in found.values()),
+            " and ".join(found),
+        )
 
 
 def _state() -> Path:

@@ -18,14 +18,7 @@ from .... import __version__
 from ....profiles.busy import busy_reasons
 from ....profiles.find import default_path, find_or_measure, find_saved, state_directory
 from ....profiles.meter import OnReport
-from ....profiles.profile import (
-    Machine,
-    Profile,
-    ProfileError,
-    Settings,
-    Subject,
-    check_fits,
-)
+from ....profiles.profile import Machine, Profile, ProfileError, Settings, Subject, check_fits
 from ...config.demo import with_demo
 from ...config.engine import EngineConfig
 from ...errors import ConfigError, CorunError, ModelError, ResourceError
@@ -61,9 +54,7 @@ class ProfileListener:
     on_report: OnReport
 
 
-def run_profile(
-    config: EngineConfig, budget_s: float | None, listener: ProfileListener
-) -> ProfileRun:
+def run_profile(config: EngineConfig, budget_s: float | None, listener: ProfileListener) -> ProfileRun:
     """Load the model as an engine process would, and measure it.
 
     Args:
@@ -86,9 +77,7 @@ def run_profile(
     most_threads = placement.machine.num_threads
     set_threads(config.cpu_threads or most_threads)
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
-    loaded = assemble.load(
-        source, config, listener.on_progress, placement.background_cpus, kept_directory()
-    )
+    loaded = assemble.load(source, config, listener.on_progress, placement.background_cpus, kept_directory())
     try:
         if not loaded.target_map.inside:
             raise ModelError(
@@ -110,9 +99,12 @@ def run_profile(
 
 
 def profile_for(
-    config: EngineConfig, loaded: "LoadedModel", placement: Placement, facts: MachineFacts,
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    placement: Placement,
+    facts: MachineFacts,
     on_progress: Callable[[str], None],
-) -> Profile | None:  # fmt: skip
+) -> Profile | None:
     """Return the profile for an engine with CPU workers; measured if there is none.
 
     None, with a warning, if that fails for any reason: an engine can serve without predictions.
@@ -201,9 +193,13 @@ def subject_of(
 
 
 def _measure(
-    config: EngineConfig, loaded: "LoadedModel", placement: Placement, subject: Subject,
-    budget_s: float | None, listener: ProfileListener,
-) -> Profile:  # fmt: skip
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    placement: Placement,
+    subject: Subject,
+    budget_s: float | None,
+    listener: ProfileListener,
+) -> Profile:
     from ....gpu.device.select import DeviceOptions, make_device
     from ....gpu.execution import assemble
     from ....profiles.measure.cpu_use import CpuUseSampler
@@ -229,14 +225,10 @@ def _measure(
             supervisor_cpus=plan.supervisor_cpus,
             delta_cpu=plan.worker_cpus[0] if plan.worker_cpus else max(allowed),
             coexecution_off="" if plan.worker_cpus else plan.reasons[-1].removeprefix(_OFF),
-            free_bytes=assemble.free_bytes(
-                loaded.model.device, read_machine_facts().memory_available_bytes
-            ),
+            free_bytes=assemble.free_bytes(loaded.model.device, read_machine_facts().memory_available_bytes),
         )
         profile = measure_profile(
-            bench,
-            Listener(listener.on_estimate, listener.on_report),
-            CpuUseSampler(cpus).use,
+            bench, Listener(listener.on_estimate, listener.on_report), CpuUseSampler(cpus).use
         )
     finally:
         device.close()
@@ -257,9 +249,12 @@ def _with_turns(
     finally:
         device.close()
     model = replace(
-        profile.model, turn_s=times.turn_s, turn_row_s=times.row_s,
-        request_s=times.request_s, load_s=times.load_s,
-    )  # fmt: skip
+        profile.model,
+        turn_s=times.turn_s,
+        turn_row_s=times.row_s,
+        request_s=times.request_s,
+        load_s=times.load_s,
+    )
     return replace(profile, model=model)
 
 

@@ -59,12 +59,10 @@ class QuantizationReport:
         share = quantized.num_bytes / full.num_bytes
         change = quantized.perplexity / full.perplexity - 1
         lines = (
-            f"{self.model} in {quantized.kind}, against {full.kind}, over "
-            f"{len(full.next_tokens)} tokens",
+            f"{self.model} in {quantized.kind}, against {full.kind}, over {len(full.next_tokens)} tokens",
             f"  weights     {quantized.num_bytes / _MIB:.1f} MiB, {full.num_bytes / _MIB:.1f} MiB "
             f"before ({share:.0%})",
-            f"  perplexity  {quantized.perplexity:.4g}, {full.perplexity:.4g} before "
-            f"({change:+.2%})",
+            f"  perplexity  {quantized.perplexity:.4g}, {full.perplexity:.4g} before ({change:+.2%})",
             f"  next token  the same after {self.agreement:.1%} of all tokens",
         )
         if not quantized.num_in_full:
@@ -86,9 +84,7 @@ def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
     model = config.model
     config = replace(config, device="cpu")
     check_directory(ModelSource(model, config.revision, config.trust_remote_code))
-    tokenizer = load_tokenizer(
-        model, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
+    tokenizer = load_tokenizer(model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     tokens = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:_MAX_TOKENS]
     if len(tokens) < 2:
         raise ConfigError(f"--text has {len(tokens)} tokens, too few to predict any")
@@ -99,9 +95,7 @@ def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
         config = replace(config, quantization=None)
     full, quantized = (_figures(one, tokens) for one in (full_config, config))
     if not quantized.num_quantized_bytes:
-        raise ConfigError(
-            f"{model} is served in full; give --quantization int8 or int4, to compare with it"
-        )
+        raise ConfigError(f"{model} is served in full; give --quantization int8 or int4, to compare with it")
     return QuantizationReport(model, full, quantized)
 
 
@@ -133,9 +127,7 @@ def _figures(config: EngineConfig, tokens: list[int]) -> _Figures:
         loaded.close()
 
 
-def _logprobs(
-    loaded: "LoadedModel", tokens: list[int]
-) -> Iterator[tuple[list[int], "torch.Tensor"]]:
+def _logprobs(loaded: "LoadedModel", tokens: list[int]) -> Iterator[tuple[list[int], "torch.Tensor"]]:
     """Yield windows of the text with the log-probabilities after all tokens but the last."""
     import torch
 

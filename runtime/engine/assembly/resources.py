@@ -61,9 +61,7 @@ class MemoryPlan:
     reason: str = ""  # of the capacity, for the log
 
 
-def plan_max_model_len(
-    requested: int | None, model_limit: int | None, exact_limit: int | None
-) -> int:
+def plan_max_model_len(requested: int | None, model_limit: int | None, exact_limit: int | None) -> int:
     """Choose the longest context in tokens.
 
     Args:
@@ -76,9 +74,7 @@ def plan_max_model_len(
     """
     limits = [limit for limit in (model_limit, exact_limit) if limit is not None]
     if not limits and requested is None:
-        raise ConfigError(
-            "the model's configuration states no context length; give --max-model-len"
-        )
+        raise ConfigError("the model's configuration states no context length; give --max-model-len")
     limit = min(limits, default=requested)
     assert limit is not None
     if requested is not None and requested > limit:
@@ -115,9 +111,13 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
         max_history_blocks = int(facts.free_bytes * _HISTORY_SHARE) // facts.block_bytes
     num_tokens = num_blocks * config.block_size
     plan = MemoryPlan(
-        capacity_bytes, num_blocks, min(num_tokens, max_model_len), slab_bytes, max_history_blocks,
+        capacity_bytes,
+        num_blocks,
+        min(num_tokens, max_model_len),
+        slab_bytes,
+        max_history_blocks,
         reason=reason,
-    )  # fmt: skip
+    )
     if num_tokens >= max_model_len:
         return plan
     if config.max_model_len is not None or num_tokens < 2:
@@ -129,9 +129,7 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
     return plan
 
 
-def _capacity_bytes(
-    config: EngineConfig, facts: DeviceFacts, max_model_len: int
-) -> tuple[int, str]:
+def _capacity_bytes(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> tuple[int, str]:
     """Return the bytes for KV and adapters, and the reason."""
     if config.memory_gib is None:
         return min(_default_bounds(config, facts, max_model_len))
@@ -238,9 +236,7 @@ class ArenaPlan:
     idle_bytes: int | None = None
 
 
-def plan_copied_arena(
-    config: EngineConfig, device_type: str, host_available_bytes: int
-) -> ArenaPlan:
+def plan_copied_arena(config: EngineConfig, device_type: str, host_available_bytes: int) -> ArenaPlan:
     """Size the arena that adapters are copied from. CUDA pins it, so its size is fixed there.
 
     Raises:

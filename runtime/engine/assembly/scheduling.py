@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 
 
 def make_scheduler(
-    config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, host: HostCache,
-    eos_token_ids: tuple[int, ...], coexecution: "Coexecution | None",
-    own_policies: OwnPolicies | None = None, machine: MachineModel | None = None,
-) -> Scheduler:  # fmt: skip
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    plan: MemoryPlan,
+    host: HostCache,
+    eos_token_ids: tuple[int, ...],
+    coexecution: "Coexecution | None",
+    own_policies: OwnPolicies | None = None,
+    machine: MachineModel | None = None,
+) -> Scheduler:
     """Make the scheduler and its accounts.
 
     ``machine``: predicts steps; None = nothing was measured.
@@ -69,16 +74,26 @@ def make_scheduler(
     )
     policy = (own.scheduling or partial(make_policy, config.scheduling_policy))(facts)
     return Scheduler(
-        scheduler_config, policy, memory, eos_token_ids, cold_starts,
-        predictor=make_predictor(config.output_predictor), times=times,
+        scheduler_config,
+        policy,
+        memory,
+        eos_token_ids,
+        cold_starts,
+        predictor=make_predictor(config.output_predictor),
+        times=times,
         pace=None if machine is None else StepPace(machine),
-    )  # fmt: skip
+    )
 
 
 def _make_memory(
-    config: EngineConfig, loaded: "LoadedModel", plan: MemoryPlan, host: HostCache,
-    times: StepTimes, coexecution: "Coexecution | None", own: OwnPolicies,
-) -> DeviceMemory:  # fmt: skip
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    plan: MemoryPlan,
+    host: HostCache,
+    times: StepTimes,
+    coexecution: "Coexecution | None",
+    own: OwnPolicies,
+) -> DeviceMemory:
     link = None if coexecution is None else coexecution.profile.model.link
     is_assisted = coexecution is not None and coexecution.pool is not None
     sizes = MemorySizes(
@@ -95,9 +110,7 @@ def _make_memory(
     return make_device_memory(
         sizes,
         own.memory or config.memory_policy,
-        ReloadCosts(
-            times, config.block_size, config.max_num_batched_tokens, link, is_assisted=is_assisted
-        ),
+        ReloadCosts(times, config.block_size, config.max_num_batched_tokens, link, is_assisted=is_assisted),
         host,
         None if coexecution is None else coexecution.cold_starts.transfers,
         keeps_prefixes=config.prefix_cache == "on",

@@ -57,9 +57,7 @@ def plan_engine_memory(
         host=_host_facts(config, loaded, facts, adapters) if device.type == "cpu" else None,
     )
     memory = plan_memory(config, device_facts, max_model_len)
-    _LOG.info(
-        "memory: %.3g GiB for KV and adapters: %s", memory.capacity_bytes / _GIB, memory.reason
-    )
+    _LOG.info("memory: %.3g GiB for KV and adapters: %s", memory.capacity_bytes / _GIB, memory.reason)
     memory = replace(memory, num_host_slots=num_host_slots)
     return memory, arena or plan_shared_arena(config, memory.capacity_bytes)
 

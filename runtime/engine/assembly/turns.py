@@ -8,16 +8,19 @@ caches.
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Self
 
 from ....profiles.curve import median
 from ....profiles.models import MachineModel
 from ....profiles.profile import ProfileError
 from ...adapter import AdapterFacts, AdapterLayers
 from ...adapters.content import AdapterContent
+from ...adapters.digest import ContentDigest
 from ...adapters.registry import AdapterRegistry
+from ...adapters.resolved import RawTensor, ResolvedAdapter, TakeTensor, TargetLora
 from ...coldstart.cold_start import PlannedColdStarts
 from ...coldstart.link import group_of_layers
 from ...coldstart.planner import Planner, PlannerConfig
@@ -40,14 +43,6 @@ if TYPE_CHECKING:
     from ....gpu.adapters.host import HostAdapters
     from ....gpu.device.host_memory import TorchDevice
     from ....gpu.execution.assemble import LoadedModel
-from collections.abc import Iterator
-from itertools import groupby
-from typing import TYPE_CHECKING, Self
-
-from ...adapters.digest import ContentDigest
-from ...adapters.resolved import RawTensor, ResolvedAdapter, TakeTensor, TargetLora
-
-if TYPE_CHECKING:
     from ...adapters.target_map import Target, TargetMap
 
 _FEW_ROWS, _MANY_ROWS = 1, 8
@@ -178,9 +173,13 @@ class _Bench:
     """An engine's core with the default policies, over real steps."""
 
     def __init__(
-        self, loaded: "LoadedModel", device: "TorchDevice", model: MachineModel,
-        min_group_bytes: int, undo: contextlib.ExitStack,
-    ) -> None:  # fmt: skip
+        self,
+        loaded: "LoadedModel",
+        device: "TorchDevice",
+        model: MachineModel,
+        min_group_bytes: int,
+        undo: contextlib.ExitStack,
+    ) -> None:
         """``undo`` closes it."""
         from ....gpu.execution.assemble import make_executor, make_runner
         from ....gpu.execution.executor import AdapterFetch
@@ -195,16 +194,22 @@ class _Bench:
         context_tokens = _PROMPT_TOKENS + 2 * _NUM_TURNS
         num_blocks = _MANY_ROWS * (1 + -(-context_tokens // block_size))
         executor = make_executor(
-            loaded, make_runner(loaded, num_blocks), AdapterFetch(self._fetch, self._host.evict),
-            Sampler(()), max_model_len=context_tokens,
-        )  # fmt: skip
+            loaded,
+            make_runner(loaded, num_blocks),
+            AdapterFetch(self._fetch, self._host.evict),
+            Sampler(()),
+            max_model_len=context_tokens,
+        )
         undo.callback(executor.close)
         self._executor = _Watched(executor)
         scheduler = _scheduler(loaded, self._host, model, num_blocks, context_tokens)
         self._core = EngineCore(
-            scheduler, self._executor, self._registry,
-            CoreConfig(base_fingerprint="", dtype=str(loaded.dtype)), clock=time.monotonic,
-        )  # fmt: skip
+            scheduler,
+            self._executor,
+            self._registry,
+            CoreConfig(base_fingerprint="", dtype=str(loaded.dtype)),
+            clock=time.monotonic,
+        )
 
     def turn_s(self, num_rows: int) -> float:
         """Return the time of a turn with ``num_rows`` decode rows, between idle phases."""
@@ -225,9 +230,8 @@ class _Bench:
         self._core.end_registration(place.place_id, adapter.digest)
         layers = AdapterLayers(adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer)
         facts = AdapterFacts(
-            adapter.digest, adapter.rank, adapter.num_bytes,
-            host_bytes=adapter.host_bytes, layers=layers,
-        )  # fmt: skip
+            adapter.digest, adapter.rank, adapter.num_bytes, host_bytes=adapter.host_bytes, layers=layers
+        )
         load_id = self._registry.begin_loading(_ADAPTER, _ADAPTER)
         self._registry.ready(_ADAPTER, _ADAPTER, load_id, AdapterContent(facts))
 
@@ -270,9 +274,7 @@ class _Bench:
         return self._host.fetch(version.digest, version.path, transfer.host)
 
 
-def _make_host(
-    loaded: "LoadedModel", device: "TorchDevice", min_group_bytes: int
-) -> "HostAdapters":
+def _make_host(loaded: "LoadedModel", device: "TorchDevice", min_group_bytes: int) -> "HostAdapters":
     """Make room for the adapter on the host and, if memory is allocated at start, on the device."""
     from ....gpu.adapters.copier import SlabSize
     from ....gpu.adapters.host import ArenaSize, HostAdapters
@@ -281,17 +283,20 @@ def _make_host(
     slab_bytes = _SLAB_ADAPTERS * num_bytes
     slab = SlabSize(slab_bytes, _RANK) if loaded.model.device.type == "cuda" else None
     return HostAdapters(
-        device, loaded.lora_backend, loaded.dtype, loaded.model.device, loaded.target_map,
+        device,
+        loaded.lora_backend,
+        loaded.dtype,
+        loaded.model.device,
+        loaded.target_map,
         ArenaSize(_SLAB_ADAPTERS * num_bytes, is_elastic=False, slab=slab),
         lambda _: MadeUpAdapter(loaded.target_map, _RANK),
         lambda layer_bytes: group_of_layers(layer_bytes, min_group_bytes),
-    )  # fmt: skip
+    )
 
 
 def _scheduler(
-    loaded: "LoadedModel", host: "HostAdapters", model: MachineModel, num_blocks: int,
-    context_tokens: int,
-) -> Scheduler:  # fmt: skip
+    loaded: "LoadedModel", host: "HostAdapters", model: MachineModel, num_blocks: int, context_tokens: int
+) -> Scheduler:
     """Make a scheduler with the default policies that plans with ``model``."""
     layout = loaded.layout
     slab_bytes, arena_bytes = host.slab_bytes, host.arena.capacity_bytes
@@ -314,7 +319,7 @@ def _scheduler(
     )
     costs = ReloadCosts(
         times, layout.block_size, config.max_num_batched_tokens, model.link, is_assisted=False
-    )  # fmt: skip
+    )
     facts = PolicyFacts(
         times=times,
         capacity_tokens=num_blocks * layout.block_size,

@@ -26,9 +26,7 @@ class ChameleonMemoryPolicy:
     """
 
     def __init__(
-        self,
-        weights: Sequence[float] = tuple(_PRINTED_WEIGHTS.values()),
-        window_s: float = _WINDOW_S,
+        self, weights: Sequence[float] = tuple(_PRINTED_WEIGHTS.values()), window_s: float = _WINDOW_S
     ) -> None:
         """``weights``: of frequency, recency and size."""
         self.rules = MemoryRules()

@@ -16,9 +16,7 @@ class ItemTable:
     """Named float columns with a row for each item, and the offers of items."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.columns: dict[str, NDArray[np.float64]] = {
-            name: np.zeros(_FIRST_ROWS) for name in names
-        }
+        self.columns: dict[str, NDArray[np.float64]] = {name: np.zeros(_FIRST_ROWS) for name in names}
         self._offers = np.zeros(_FIRST_ROWS, np.int64)  # 0 = not offered; else number of the offer
         self._num_offers = 0
         self._rows: dict[MemoryItem, int] = {}
@@ -65,9 +63,7 @@ class ItemTable:
         """Return the rows of offered items, in no order."""
         return np.flatnonzero(self._offers)
 
-    def lowest_first(
-        self, rows: NDArray[np.intp], scores: NDArray[np.float64]
-    ) -> Iterator[MemoryItem]:
+    def lowest_first(self, rows: NDArray[np.intp], scores: NDArray[np.float64]) -> Iterator[MemoryItem]:
         """Yield the items of ``rows`` by ascending ``scores``; ties by the older offer.
 
         Sorts a few per cent first and more on demand: O(n) for the first items.

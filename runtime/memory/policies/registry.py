@@ -15,9 +15,7 @@ _SPLITS = "static-split"
 MEMORY_POLICIES = (*_CORE, "chameleon", "libra", _SPLITS, "discard-idle", "slora")
 
 
-def memory_policy_maker(
-    text: str, flag: str = "--memory-policy"
-) -> Callable[[MemoryFacts], RankingPolicy]:
+def memory_policy_maker(text: str, flag: str = "--memory-policy") -> Callable[[MemoryFacts], RankingPolicy]:
     """Return what makes the policy of ``text``: NAME or NAME:KEY=NUMBER,KEY=NUMBER.
 
     Raises ``ConfigError`` that names ``flag`` for an unknown name or a wrong option.

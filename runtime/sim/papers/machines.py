@@ -14,9 +14,8 @@ _WORKER_FLOP_PER_S = 200e9  # by hand: a core with tiles of bfloat16
 
 
 def _a40(
-    name: str, *, kv_bytes_per_token: int, adapter_bytes_per_rank: int,
-    group_targets: tuple[int, ...],
-) -> SimulatedMachine:  # fmt: skip
+    name: str, *, kv_bytes_per_token: int, adapter_bytes_per_rank: int, group_targets: tuple[int, ...]
+) -> SimulatedMachine:
     """A server with one A40 as in Chameleon, section 5.1, and no CPU workers.
 
     All times are set by hand, in the range of that paper's section 3; none was measured here.
@@ -69,9 +68,7 @@ def _with_workers(machine: SimulatedMachine, group_widths: Sequence[int]) -> Sim
     model, max_tokens = machine.model, float(machine.max_num_batched_tokens)
     layer_s = model.step_s.at(max_tokens) / model.num_layers
     groups = []
-    for index, (width, num_targets) in enumerate(
-        zip(group_widths, machine.group_targets, strict=True)
-    ):
+    for index, (width, num_targets) in enumerate(zip(group_widths, machine.group_targets, strict=True)):
         rank_sum = 64.0 * num_targets
         delta_s = max_tokens * 64.0 * 2 * width / _WORKER_FLOP_PER_S
         base_s = layer_s * width / sum(group_widths)
@@ -81,27 +78,24 @@ def _with_workers(machine: SimulatedMachine, group_widths: Sequence[int]) -> Sim
                 Curve((0.0, max_tokens), (0.0, base_s)),
                 CurveFamily(
                     (0.0, rank_sum),
-                    (
-                        Curve((0.0, max_tokens), (0.0, 0.0)),
-                        Curve((0.0, max_tokens), (0.0, delta_s)),
-                    ),
+                    (Curve((0.0, max_tokens), (0.0, 0.0)), Curve((0.0, max_tokens), (0.0, delta_s))),
                 ),
             )
         )
     workers = replace(
-        model, groups=tuple(groups), num_workers=16, tokens_per_worker=16,
+        model,
+        groups=tuple(groups),
+        num_workers=16,
+        tokens_per_worker=16,
         invocation_s=20e-6,  # by hand
-    )  # fmt: skip
+    )
     return replace(machine, name=f"{machine.name}-workers", model=workers)
 
 
 # 32 layers, 32 heads of 128, keys and values in 2 bytes. An adapter of rank 64 on q, k and v is
 # 96 MiB: rank x (4096 + 4096) x 3 targets x 32 layers x 2 bytes.
 _LLAMA_7B = _a40(
-    "a40-llama7b",
-    kv_bytes_per_token=2**19,
-    adapter_bytes_per_rank=3 * 2**19,
-    group_targets=(3,),
+    "a40-llama7b", kv_bytes_per_token=2**19, adapter_bytes_per_rank=3 * 2**19, group_targets=(3,)
 )
 # 32 layers, 8 key and value heads of 128. Adapters on all linears: by hand, about what their shapes
 # (4096, 1024, 14336) give.
@@ -116,9 +110,7 @@ _SLOW_8B = _with_slow_link(_LLAMA_8B)
 _ASSISTED_8B = _with_workers(_LLAMA_8B, (18432, 8192, 36864, 18432))
 
 
-def _a100(
-    name: str, shape: LlamaShape, *, is_padded: bool, memory_gb: int = 80
-) -> SimulatedMachine:
+def _a100(name: str, shape: LlamaShape, *, is_padded: bool, memory_gb: int = 80) -> SimulatedMachine:
     """A server with one A100 as in Toppings, section 7."""
     return SimulatedMachine(
         name=name,
@@ -156,9 +148,12 @@ def _without_weights(memory_gb: int, shape: LlamaShape) -> int:
 
 # Sizes that Chameleon runs on an A100, section 5.5.
 _A100_SCALED = (
-    (24, "7b", LLAMA_7B), (48, "7b", LLAMA_7B), (48, "13b", LLAMA_13B), (80, "13b", LLAMA_13B),
+    (24, "7b", LLAMA_7B),
+    (48, "7b", LLAMA_7B),
+    (48, "13b", LLAMA_13B),
+    (80, "13b", LLAMA_13B),
     (80, "30b", LLAMA_30B),
-)  # fmt: skip
+)
 _TP4_SCALED = (("30b", LLAMA_30B), ("70b", LLAMA_70B))  # LoRAServe, figure 23
 
 MACHINES: Mapping[str, SimulatedMachine] = {

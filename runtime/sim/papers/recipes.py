@@ -29,8 +29,7 @@ def _conversations(prompt_divisor: int) -> WorkloadSpec:
 def _production(number: int) -> WorkloadSpec:
     """The k-th smallest rank with weight 1/k, and so the k-th adapter of a rank."""
     return WorkloadSpec(
-        adapters=AdapterSpec(number=number, within_exponent=1.0),
-        sessions=SessionSpec(follow_up_share=0.4),
+        adapters=AdapterSpec(number=number, within_exponent=1.0), sessions=SessionSpec(follow_up_share=0.4)
     )
 
 
@@ -62,10 +61,6 @@ RECIPES: Mapping[str, Recipe] = {
     "prod200": Recipe(_TP4, _production(200)),
     "uniform": Recipe(_TP4, WorkloadSpec(adapters=AdapterSpec(number=25, rank_exponent=0.0))),
     "exp": Recipe(_TP4, WorkloadSpec(adapters=AdapterSpec(number=25, rank_popularity="halving"))),
-    "shifting": Recipe(
-        _TP4, WorkloadSpec(adapters=AdapterSpec(number=25, rank_popularity="shifting"))
-    ),
-    "bursts": Recipe(
-        _TP4, replace(_production(100), arrivals=ArrivalSpec(process="gamma", cv=3.0))
-    ),
+    "shifting": Recipe(_TP4, WorkloadSpec(adapters=AdapterSpec(number=25, rank_popularity="shifting"))),
+    "bursts": Recipe(_TP4, replace(_production(100), arrivals=ArrivalSpec(process="gamma", cv=3.0))),
 }

@@ -113,9 +113,7 @@ def _calls_of_csv(path: Path) -> CallCounts:
 
 def _clients_of_parquet(path: Path, model: str) -> tuple[Client, ...]:
     windows: dict[int, list[tuple[Any, ...]]] = {}
-    for client, *window in zip(
-        *read_parquet(path, ("client", "window_s", "rate", "pat", "p1")), strict=True
-    ):
+    for client, *window in zip(*read_parquet(path, ("client", "window_s", "rate", "pat", "p1")), strict=True):
         windows.setdefault(client, []).append(tuple(window))
     beside = path.with_name("servegen_length_quantiles.parquet")
     if not beside.is_file():
@@ -134,14 +132,11 @@ def _clients_of_parquet(path: Path, model: str) -> tuple[Client, ...]:
     )
 
 
-def _client(
-    path: Path, windows: Sequence[tuple[Any, ...]], lengths: Mapping[str, Lengths]
-) -> Client:
+def _client(path: Path, windows: Sequence[tuple[Any, ...]], lengths: Mapping[str, Lengths]) -> Client:
     """``windows``: start, rate, name of the law and its shape."""
     try:
         rows = sorted(
-            (float(start), float(rate), str(law), float(shape))
-            for start, rate, law, shape in windows
+            (float(start), float(rate), str(law), float(shape)) for start, rate, law, shape in windows
         )
     except (TypeError, ValueError) as error:
         raise TraceError(f"{path}: {error}") from error

@@ -54,12 +54,7 @@ def _independent(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
     arrival_s = scaled(own_s, inputs) if is_own_clock else draw_arrivals(spec.arrivals, inputs)
     adapters, ranks = draw_adapters(inputs, spec.adapters)
     return Drawn(
-        arrival_s,
-        trace.prompt_tokens[picked],
-        trace.output_tokens[picked],
-        adapters,
-        ranks,
-        _p99(trace),
+        arrival_s, trace.prompt_tokens[picked], trace.output_tokens[picked], adapters, ranks, _p99(trace)
     )
 
 

@@ -85,8 +85,7 @@ def find_trace(directory: Path | None, title: str, names: Sequence[str]) -> Path
     wanted = " or ".join(names)
     if directory is None:
         raise TraceError(
-            f"this workload needs {title}: name the directory of {wanted} by --traces or "
-            f"{DIRECTORY_VARIABLE}"
+            f"this workload needs {title}: name the directory of {wanted} by --traces or {DIRECTORY_VARIABLE}"
         )
     for name in names:
         if any(directory.glob(name)):
@@ -191,9 +190,12 @@ def _checked_hashes(path: Path, row: int, hashes: object) -> tuple[int, ...]:
 
 
 def _checked(
-    path: Path, arrival_s: Sequence[float], prompt: Sequence[int], output: Sequence[int],
+    path: Path,
+    arrival_s: Sequence[float],
+    prompt: Sequence[int],
+    output: Sequence[int],
     session: Sequence[int] = (),
-) -> RequestTrace:  # fmt: skip
+) -> RequestTrace:
     # Python's lists, so that a bool or a text in a JSON file does not pass for a number.
     times = checked_numbers(path, "arrival", arrival_s)
     falling = np.flatnonzero(np.diff(times) < 0)

@@ -36,11 +36,7 @@ def test_any_text_survives(tokenizer: PreTrainedTokenizerFast, text: str) -> Non
 
 def test_template_corpus_and_chat_prompt_agree(tokenizer: PreTrainedTokenizerFast) -> None:
     user = {"role": "user", "content": "ab cd"}
-    answered = [
-        {"role": "system", "content": "upper"},
-        user,
-        {"role": "assistant", "content": "AB CD"},
-    ]
+    answered = [{"role": "system", "content": "upper"}, user, {"role": "assistant", "content": "AB CD"}]
     sample = conversation([("ab cd", "AB CD")], system="upper")
     assert tuple(tokenizer.apply_chat_template(answered)["input_ids"]) == sample.tokens
     prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)

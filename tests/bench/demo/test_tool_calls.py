@@ -59,8 +59,7 @@ def test_a_call_and_its_result_are_written_as_trained() -> None:
     }
     text = render(messages, add_generation_prompt=True)
     assert text == (
-        f"<|user|>1+2<|assistant|>{written}<|end|>"
-        "<|user|><tool_response>3</tool_response><|assistant|>"
+        f"<|user|>1+2<|assistant|>{written}<|end|><|user|><tool_response>3</tool_response><|assistant|>"
     )
 
 
@@ -72,6 +71,4 @@ def test_an_unknown_role_is_refused() -> None:
 
     template = environment.from_string(CHAT_TEMPLATE)
     with pytest.raises(ValueError, match="unknown role: judge"):
-        template.render(
-            messages=[{"role": "judge", "content": "x"}], raise_exception=raise_exception
-        )
+        template.render(messages=[{"role": "judge", "content": "x"}], raise_exception=raise_exception)

@@ -57,9 +57,7 @@ def test_targets_of_different_ranks_and_missing_ones(name: str, ranks: tuple[int
 
 @every_backend
 @pytest.mark.parametrize(("in_features", "out_features"), [(1, 1), (37, 70), (130, 17), (15, 16)])
-def test_widths_that_are_no_multiple_of_the_padding(
-    name: str, in_features: int, out_features: int
-) -> None:
+def test_widths_that_are_no_multiple_of_the_padding(name: str, in_features: int, out_features: int) -> None:
     _check(name, DeltaCase(10, in_features, (out_features, 1), (5, 3)))
 
 

@@ -29,9 +29,7 @@ class _Timed:
 def _measured(budget_s: float) -> tuple[DeltaTable, float]:
     now = [5.0]
     backends = [_Timed("quick", 0.1, now), _Timed("slow", 0.3, now)]
-    table = measure(
-        backends, in_features=64, columns=(32, 16), budget_s=budget_s, clock=lambda: now[0]
-    )
+    table = measure(backends, in_features=64, columns=(32, 16), budget_s=budget_s, clock=lambda: now[0])
     return table, now[0] - 5.0
 
 

@@ -66,9 +66,7 @@ def test_of_two_measured_shapes_that_are_equally_near_the_first_is_taken() -> No
 
 def test_times_grow_with_the_matrices() -> None:
     at_64 = TABLE.predicted_us("quick", _shape(64, LARGE))
-    assert TABLE.predicted_us("quick", _shape(64, LARGE, 2 * WIDTH)) == pytest.approx(
-        10 + 2 * (at_64 - 10)
-    )
+    assert TABLE.predicted_us("quick", _shape(64, LARGE, 2 * WIDTH)) == pytest.approx(10 + 2 * (at_64 - 10))
 
 
 def test_a_job_without_matrices_costs_a_call() -> None:

@@ -42,11 +42,7 @@ def test_only_simd_is_shared() -> None:
 
 
 def test_nothing_lies_loose() -> None:
-    assert {path.name for path in _ROOM.glob("*.py")} == {
-        "__init__.py",
-        "fused.py",
-        "logits.py",
-    }
+    assert {path.name for path in _ROOM.glob("*.py")} == {"__init__.py", "fused.py", "logits.py"}
 
 
 def test_the_room_knows_no_torch() -> None:
@@ -94,10 +90,7 @@ def test_a_change_of_a_part_is_a_change_of_the_kernel(tmp_path: Path, monkeypatc
         "    return added(x)\n"
     )
     part = (
-        "from corun.cpu_workers.kernels.simd.compiled import part\n"
-        "@part\n"
-        "def added(x):\n"
-        "    return x + {}\n"
+        "from corun.cpu_workers.kernels.simd.compiled import part\n@part\ndef added(x):\n    return x + {}\n"
     )
     results = []
     for addend in (1, 1, 20):

@@ -11,14 +11,7 @@ import torch
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.plan import AdapterId
-from support.loading_engine import (
-    BLOCK_BYTES,
-    SIZES,
-    TIMEOUT_S,
-    LoadingEngine,
-    device_bytes,
-    staging_bytes,
-)
+from support.loading_engine import BLOCK_BYTES, SIZES, TIMEOUT_S, LoadingEngine, device_bytes, staging_bytes
 
 NUM_VERSIONS = 50
 NUM_FITTING = 20

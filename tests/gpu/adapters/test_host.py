@@ -86,13 +86,9 @@ def check_deltas(host: Host, adapter: DeviceAdapter, directory: Path) -> None:
     host.table.remove(row)
 
 
-@pytest.mark.parametrize(
-    "size", [shared(ROOMY_BYTES), copied(ROOMY_BYTES)], ids=["shared", "copied"]
-)
+@pytest.mark.parametrize("size", [shared(ROOMY_BYTES), copied(ROOMY_BYTES)], ids=["shared", "copied"])
 @pytest.mark.parametrize("backend", ["numba", "torch"])
-def test_from_the_files_to_the_kernels(
-    files: Path, device: CpuDevice, backend: str, size: object
-) -> None:
+def test_from_the_files_to_the_kernels(files: Path, device: CpuDevice, backend: str, size: object) -> None:
     host = Host(device, size, backend=backend)  # type: ignore[arg-type]
     facts = {name: host.register(files / name) for name in "abc"}
     assert len({fact.digest for fact in facts.values()}) == 3
@@ -142,9 +138,7 @@ def test_an_evicted_adapter_is_read_again(files: Path, device: CpuDevice) -> Non
     release(host, facts["a"], adapter)
 
 
-def test_kv_blocks_take_the_place_of_adapters_that_nobody_uses(
-    files: Path, device: CpuDevice
-) -> None:
+def test_kv_blocks_take_the_place_of_adapters_that_nobody_uses(files: Path, device: CpuDevice) -> None:
     num_bytes = Host(device, shared(ROOMY_BYTES)).register(files / "a").num_bytes
     host = Host(device, shared(4 * num_bytes), idle_bytes=4 * num_bytes)
     facts = {name: host.register(files / name) for name in "abc"}
@@ -171,9 +165,7 @@ def test_kv_blocks_take_the_place_of_adapters_that_nobody_uses(
     assert host.arena.taken_bytes == 0
 
 
-def test_files_that_changed_after_an_eviction(
-    files: Path, device: CpuDevice, tmp_path: Path
-) -> None:
+def test_files_that_changed_after_an_eviction(files: Path, device: CpuDevice, tmp_path: Path) -> None:
     path = Path(shutil.copytree(files / "a", tmp_path / "a"))
     host = Host(device, shared(ROOMY_BYTES), idle_bytes=0)
     facts = host.register(path)
@@ -211,9 +203,7 @@ def test_files_that_changed_are_not_read_while_the_arena_has_them(
     release(host, new, new_adapter)
 
 
-def test_a_bad_file_leaves_nothing_in_the_arena(
-    files: Path, device: CpuDevice, tmp_path: Path
-) -> None:
+def test_a_bad_file_leaves_nothing_in_the_arena(files: Path, device: CpuDevice, tmp_path: Path) -> None:
     path = Path(shutil.copytree(files / "a", tmp_path / "a"))
     edit_tensors(path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor / 0)
     host = Host(device, shared(ROOMY_BYTES))
@@ -279,9 +269,7 @@ def test_a_copy_that_fails_fails_its_adapter(
         deadline_s = time.monotonic() + 30
         while not arrival.is_done():
             assert time.monotonic() < deadline_s
-        with pytest.raises(
-            AdapterUnavailableError, match=r"copying it to the device failed.*no room"
-        ):
+        with pytest.raises(AdapterUnavailableError, match=r"copying it to the device failed.*no room"):
             arrival.finish()
     assert num_references(host) == 0
     check_deltas(host, load(host, facts, files / "a"), files / "a")
@@ -416,9 +404,7 @@ def test_too_little_memory_for_an_elastic_arena(
     assert host.arena.taken_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "size", [shared(ROOMY_BYTES), copied(ROOMY_BYTES)], ids=["shared", "copied"]
-)
+@pytest.mark.parametrize("size", [shared(ROOMY_BYTES), copied(ROOMY_BYTES)], ids=["shared", "copied"])
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 def test_factors_of_dora_are_made_whenever_its_files_are_read(
     tmp_path: Path, device: CpuDevice, backend: str, size: ArenaSize
@@ -450,9 +436,7 @@ def test_factors_of_dora_are_made_whenever_its_files_are_read(
     host.adapters.close()
 
 
-@pytest.mark.parametrize(
-    "size", [shared(ROOMY_BYTES), copied(ROOMY_BYTES)], ids=["shared", "copied"]
-)
+@pytest.mark.parametrize("size", [shared(ROOMY_BYTES), copied(ROOMY_BYTES)], ids=["shared", "copied"])
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 def test_rows_of_tokens_arrive_with_the_matrices(
     tmp_path: Path, device: CpuDevice, backend: str, size: ArenaSize

@@ -94,11 +94,7 @@ class Loading:
     def load(self, *adapter_ids: int, is_demand: bool = True) -> None:
         for number in adapter_ids:
             transfer = AdapterTransfer(
-                TransferId(100 + number),
-                AdapterId(number),
-                1,
-                is_demand,
-                offset_bytes=64 * number,
+                TransferId(100 + number), AdapterId(number), 1, is_demand, offset_bytes=64 * number
             )
             self.loader.start(transfer)
 
@@ -245,9 +241,7 @@ def test_a_lost_device_ends_more_than_a_load(where: str, loading: Loading) -> No
         (ZeroDivisionError("a bug"), "polling copies to the device failed"),
     ],
 )
-def test_what_ends_the_watching_thread_is_told(
-    error: Exception, reason: str, loading: Loading
-) -> None:
+def test_what_ends_the_watching_thread_is_told(error: Exception, reason: str, loading: Loading) -> None:
     arrival = loading.results[AdapterId(1)] = Arrival()
     loading.load(1)
     assert loading.wait() == []

@@ -191,10 +191,7 @@ def test_where_kernels_read_the_arena_it_is_there_when_all_is_read(
     host.evict_idle()
     if has_changed:
         edit_tensors(path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor + 1)
-    loader = AdapterLoader(
-        lambda _: host.fetch(digest, path),
-        lambda: None,
-    )
+    loader = AdapterLoader(lambda _: host.fetch(digest, path), lambda: None)
     gate.close()
     gate.let(7)
     loader.start(AdapterTransfer(TransferId(1), AdapterId(1), 1))

@@ -16,12 +16,7 @@ DTYPES = {
 # Largest error of an element; values are standard normal. In the half types the inputs are exact
 # and the error is that of rounding weights and results once: half a unit in the last place of
 # numbers up to 4.
-TOLERANCES = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-5,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1.6e-2,
-}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 BACKENDS = [(name, dtype) for name, dtypes in DTYPES.items() for dtype in dtypes]
 
 # name -> (query lengths, context lengths); the block size is 16 unless a problem says otherwise
@@ -64,11 +59,7 @@ def backends() -> dict[str, AttentionBackend]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_equals_the_dense_oracle(
-    backends: dict[str, AttentionBackend],
-    rows: str,
-    variant: str,
-) -> None:
+def test_equals_the_dense_oracle(backends: dict[str, AttentionBackend], rows: str, variant: str) -> None:
     query_lens, context_lens = ROWS[rows]
     for name, dtype in BACKENDS:
         call = make_call(Problem(query_lens, context_lens, dtype=dtype, **VARIANTS[variant]))
@@ -82,8 +73,7 @@ def test_equals_the_dense_oracle(
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_writes_keys_and_values_to_their_slots_and_nowhere_else(
-    backends: dict[str, AttentionBackend],
-    name: str,
+    backends: dict[str, AttentionBackend], name: str
 ) -> None:
     call = make_call(Problem((3, 1), (18, 5), value_dim=24, dtype=torch.bfloat16))
     expected_keys, expected_values = call.key_blocks.clone(), call.value_blocks.clone()
@@ -98,9 +88,7 @@ def test_writes_keys_and_values_to_their_slots_and_nowhere_else(
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("query_len", [1, 24])
 def test_a_row_with_nan_poisons_only_itself(
-    backends: dict[str, AttentionBackend],
-    name: str,
-    query_len: int,
+    backends: dict[str, AttentionBackend], name: str, query_len: int
 ) -> None:
     call = make_call(Problem((query_len, query_len), (30, 41)))
     call.key[0, 0, 0] = torch.nan
@@ -114,10 +102,7 @@ def test_a_row_with_nan_poisons_only_itself(
 @pytest.mark.parametrize("query_len", [1, 24])
 @pytest.mark.parametrize("factor", [1e-30, 30.0, 1e4])
 def test_flat_and_peaked_scores(
-    backends: dict[str, AttentionBackend],
-    name: str,
-    factor: float,
-    query_len: int,
+    backends: dict[str, AttentionBackend], name: str, factor: float, query_len: int
 ) -> None:
     call = make_call(Problem((query_len, query_len), (130, 64)))
     call.query *= factor
@@ -129,14 +114,11 @@ def test_flat_and_peaked_scores(
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_layers_of_one_pass_share_metadata_but_not_parameters(
-    backends: dict[str, AttentionBackend],
-    name: str,
+    backends: dict[str, AttentionBackend], name: str
 ) -> None:
     call = make_call(Problem((1, 20, 9), (17, 50, 9)))
     scaling = call.params.scaling
     for window in (None, 12, 30, None):
         call.params = AttentionParams(scaling, sliding_window=window)
-        error = (
-            (backends[name].forward(*call.arguments()).double() - dense_oracle(call)).abs().max()
-        )
+        error = (backends[name].forward(*call.arguments()).double() - dense_oracle(call)).abs().max()
         assert error.item() < TOLERANCES[torch.float32]

@@ -34,12 +34,7 @@ class _BrokenAttention(TorchAttention):
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [
-        (torch.float32, "numba"),
-        (torch.bfloat16, "numba"),
-        (torch.float16, "torch"),
-        (torch.float64, "torch"),
-    ],
+    [(torch.float32, "numba"), (torch.bfloat16, "numba"), (torch.float16, "torch"), (torch.float64, "torch")],
 )
 def test_auto_takes_what_the_dtype_allows_and_says_why(
     caplog: pytest.LogCaptureFixture, dtype: torch.dtype, expected: str
@@ -97,10 +92,7 @@ def test_triton_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_a_back_end_that_fails_its_probe_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    broken: type[Any],
-    reason: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: type[Any], reason: str
 ) -> None:
     monkeypatch.setattr(select, "NumbaAttention", broken)
     with caplog.at_level(logging.INFO, logger="corun"):

@@ -64,9 +64,7 @@ def test_a_tile_holds_a_whole_group_of_heads() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("query_lens", [(1, 1, 1), (9, 1, 40)])
 @pytest.mark.parametrize("dim", [32, 256])
-def test_equals_the_dense_oracle_on_a_gpu(
-    dtype: torch.dtype, query_lens: tuple[int, ...], dim: int
-) -> None:
+def test_equals_the_dense_oracle_on_a_gpu(dtype: torch.dtype, query_lens: tuple[int, ...], dim: int) -> None:
     problem = Problem(query_lens, (50, 17, 90), heads=14, sliding_window=30, dtype=dtype)
     call = make_call(replace(problem, key_dim=dim, value_dim=dim))
     expected = dense_oracle(call)

@@ -130,9 +130,15 @@ def read_before_a_pass(engine: SymbolicEngine) -> None:
 
 
 LIVES: tuple[Life, ...] = (
-    gradual, promoted_midway, cancelled, aborted, replaced_after_a_chunk, unloaded_while_loading,
-    read_in_a_pass, read_before_a_pass,
-)  # fmt: skip
+    gradual,
+    promoted_midway,
+    cancelled,
+    aborted,
+    replaced_after_a_chunk,
+    unloaded_while_loading,
+    read_in_a_pass,
+    read_before_a_pass,
+)
 
 
 @pytest.mark.parametrize("life", LIVES)
@@ -210,30 +216,50 @@ def evicted_early(engine: SymbolicEngine) -> None:
 # By mistake: class, method, its replacement, the life to run, and the expected findings.
 MISTAKES: dict[str, tuple[type | None, str, object, Life, set[type[Finding]]]] = {
     "the arena's reference goes before the copies are done": (
-        None, "", None, finished_early, {UseAfterHandOn},
+        None,
+        "",
+        None,
+        finished_early,
+        {UseAfterHandOn},
     ),
     "a load that is given up is not waited for": (
-        Copied, "cancel", _let_go_at_once, cancelled, {UseAfterHandOn, SlotInUse},
+        Copied,
+        "cancel",
+        _let_go_at_once,
+        cancelled,
+        {UseAfterHandOn, SlotInUse},
     ),
     "memory is handed on while a copy is under way": (
-        None, "", None, evicted_early, {UseAfterHandOn, SlotInUse},
+        None,
+        "",
+        None,
+        evicted_early,
+        {UseAfterHandOn, SlotInUse},
     ),
     "memory is written while an earlier pass reads it": (
-        AdapterCopier, "await_readers", _nothing, replaced_after_a_chunk, {UseAfterHandOn},
+        AdapterCopier,
+        "await_readers",
+        _nothing,
+        replaced_after_a_chunk,
+        {UseAfterHandOn},
     ),
     "regions are copied that are not whole": (
-        Copied, "_may_enqueue", _does_not_look, read_in_a_pass, {ReadBeforeWrite},
+        Copied,
+        "_may_enqueue",
+        _does_not_look,
+        read_in_a_pass,
+        {ReadBeforeWrite},
     ),
     "workers read regions that are not whole": (
-        Copied, "begin_pass", lambda self: 99, read_in_a_pass, {ReadBeforeWrite},
+        Copied,
+        "begin_pass",
+        lambda self: 99,
+        read_in_a_pass,
+        {ReadBeforeWrite},
     ),
-    "the reference is kept": (
-        Copied, "_release_host", _give_only_events_back, gradual, {MissingRelease},
-    ),
-    "events are kept": (
-        Copied, "_release_host", _give_only_the_reference_back, gradual, {MissingRelease},
-    ),
-}  # fmt: skip
+    "the reference is kept": (Copied, "_release_host", _give_only_events_back, gradual, {MissingRelease}),
+    "events are kept": (Copied, "_release_host", _give_only_the_reference_back, gradual, {MissingRelease}),
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

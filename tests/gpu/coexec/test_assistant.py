@@ -62,14 +62,9 @@ def test_a_pass_without_a_failure_is_void_where_workers_failed() -> None:
 @pytest.mark.parametrize("streams", [(COMPUTE,), (TRANSFER,), (COMPUTE, TRANSFER)])
 @pytest.mark.parametrize("kind", [DeviceError, DeviceTimeoutError])
 def test_a_failed_stream_voids_all_cold_rows_of_its_pass_and_of_no_other(
-    streams: tuple[Stream, ...],
-    kind: type[DeviceError],
-    is_late: bool,
-    caplog: pytest.LogCaptureFixture,
+    streams: tuple[Stream, ...], kind: type[DeviceError], is_late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failing = Failing(
-        {stream: kind(f"stream {stream.name}") for stream in streams}, is_late=is_late
-    )
+    failing = Failing({stream: kind(f"stream {stream.name}") for stream in streams}, is_late=is_late)
     assert begin(failing).finish() == {ASSISTED, PIPELINED}
     assert f"stream {streams[-1].name}" in caplog.text  # of the exchange, if both did
     failing.is_late = False

@@ -61,9 +61,18 @@ class ThreadWorker:
     def invocation(self, sequence: int, start: int, end: int) -> Invocation:
         self.jobs.append((sequence, end - start))
         return Invocation(
-            (0, 0), 0, sequence, start, end, SHAPE, self, self.x.data_ptr(), self.y.data_ptr(),
-            self.ready, self.done,
-        )  # fmt: skip
+            (0, 0),
+            0,
+            sequence,
+            start,
+            end,
+            SHAPE,
+            self,
+            self.x.data_ptr(),
+            self.y.data_ptr(),
+            self.ready,
+            self.done,
+        )
 
     def rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
         raise AssertionError("addresses are enough")
@@ -141,9 +150,7 @@ def test_workers_below_the_split_and_the_device_from_it_on(bench: Bench) -> None
     x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
     start, end, split = 3, 9, 2
     worker = bench.worker
-    invocations = {
-        (layer, 0): (worker.invocation(layer + 1, start, end),) for layer in range(split)
-    }
+    invocations = {(layer, 0): (worker.invocation(layer + 1, start, end),) for layer in range(split)}
     batch = make_batch([(start, end, 0)], bench.table, [bench.row])
     event = bench.device.event()
     load = bench.exchange.compute
@@ -174,10 +181,7 @@ def test_slices_of_one_request_meet_again(bench: Bench) -> None:
     left, right = bench.worker, ThreadWorker()
     right.matrix = left.matrix
     invocations = {
-        (layer, 0): (
-            left.invocation(layer + 1, 0, 8),
-            right.invocation(layer + 1, 8, TOKENS),
-        )
+        (layer, 0): (left.invocation(layer + 1, 0, 8), right.invocation(layer + 1, 8, TOKENS))
         for layer in range(NUM_LAYERS)
     }
     plan = ColdPlan(invocations, (None,) * NUM_LAYERS, ((),) * NUM_LAYERS)

@@ -34,9 +34,7 @@ SMALL = Shape()
 THREE_LAYERS = Shape(num_layers=3, group_of_layer=(0, 0, 0))
 
 
-def assisted_prefill(
-    split_layer: int, *, is_gradual: bool = False
-) -> Callable[[SymbolicEngine], None]:
+def assisted_prefill(split_layer: int, *, is_gradual: bool = False) -> Callable[[SymbolicEngine], None]:
     """A cold request: one pass while its adapter is loaded, and a warm one."""
 
     def live(engine: SymbolicEngine) -> None:
@@ -55,9 +53,7 @@ def assisted_prefill(
 @pytest.mark.parametrize("streams", ["apart", "one", "adopted"])
 @pytest.mark.parametrize("split_layer", [0, 1, 2])
 @pytest.mark.parametrize("copies_y", [False, True])
-def test_a_split_anywhere_is_right_in_every_order(
-    streams: str, split_layer: int, copies_y: bool
-) -> None:
+def test_a_split_anywhere_is_right_in_every_order(streams: str, split_layer: int, copies_y: bool) -> None:
     shape = replace(SMALL, streams=streams, copies_y=copies_y)
     explored = explore(recording(shape, assisted_prefill(split_layer)))
     explored.check()
@@ -126,9 +122,7 @@ def failing_worker(engine: SymbolicEngine) -> None:
 
 @pytest.mark.parametrize("streams", ["apart", "one", "adopted"])
 @pytest.mark.parametrize("dies_in", [(0,), (1,)])
-def test_a_worker_that_dies_voids_the_pass_and_holds_nothing(
-    streams: str, dies_in: tuple[int, ...]
-) -> None:
+def test_a_worker_that_dies_voids_the_pass_and_holds_nothing(streams: str, dies_in: tuple[int, ...]) -> None:
     shape = replace(SMALL, streams=streams, dies_in=dies_in, group_of_layer=(0, 0))
     explore(recording(shape, failing_worker)).check()
 
@@ -237,9 +231,7 @@ def _signal_before_copy(self: StreamHandover, invocation: Invocation, x: Any) ->
     exchange.device.copy(exchange.transfer, invocation.x, x)
 
 
-def _add_before_wait(
-    self: ColdDeltas, invocations: Sequence[Invocation], ys: Sequence[Any]
-) -> None:
+def _add_before_wait(self: ColdDeltas, invocations: Sequence[Invocation], ys: Sequence[Any]) -> None:
     for invocation in invocations:
         self._handover.add(invocation, ys)
         self._handover.wait(invocation)
@@ -269,39 +261,70 @@ _Mistake = tuple[type, str, object, Shape, Callable[[SymbolicEngine], None], set
 
 MISTAKES: dict[str, _Mistake] = {
     "x is copied before it is computed": (
-        Exchange, "order", _order_only_to_compute, SMALL, assisted_prefill(1),
+        Exchange,
+        "order",
+        _order_only_to_compute,
+        SMALL,
+        assisted_prefill(1),
         {ReadBeforeWrite, Overlap},
     ),
     "y is added before it is there": (
-        Exchange, "order", _order_only_from_compute, SMALL, assisted_prefill(1),
+        Exchange,
+        "order",
+        _order_only_from_compute,
+        SMALL,
+        assisted_prefill(1),
         {ReadBeforeWrite, Overlap},
     ),
     "the worker is told before x is there": (
-        StreamHandover, "send", _signal_before_copy, SMALL, assisted_prefill(1),
+        StreamHandover,
+        "send",
+        _signal_before_copy,
+        SMALL,
+        assisted_prefill(1),
         {OverwriteBeforeRead, Overlap},
     ),
     "y is added before the wait": (
-        ColdDeltas, "_take_in", _add_before_wait, SMALL, assisted_prefill(1),
+        ColdDeltas,
+        "_take_in",
+        _add_before_wait,
+        SMALL,
+        assisted_prefill(1),
         {ReadBeforeWrite, Overlap},
     ),
     "a layer group is not waited for": (
-        ColdDeltas, "_await_layer", _nothing, SMALL, assisted_prefill(1),
+        ColdDeltas,
+        "_await_layer",
+        _nothing,
+        SMALL,
+        assisted_prefill(1),
         {ReadBeforeWrite, Overlap, UseAfterHandOn},
     ),
     "the ring is too small": (
-        WorkerGateway, "_check_room", _nothing, replace(SMALL, num_slices=3), assisted_prefill(1),
+        WorkerGateway,
+        "_check_room",
+        _nothing,
+        replace(SMALL, num_slices=3),
+        assisted_prefill(1),
         {OverwriteBeforeRead, Overlap},
     ),
     "workers go on while an earlier y is read": (
-        ColdDeltas, "release_workers", _release_out_of_order, THREE_LAYERS,
-        failing_pass(1, "begin"), {OverwriteBeforeRead, Overlap},
+        ColdDeltas,
+        "release_workers",
+        _release_out_of_order,
+        THREE_LAYERS,
+        failing_pass(1, "begin"),
+        {OverwriteBeforeRead, Overlap},
     ),
     "somebody else stores what the accelerator signals": (
-        WorkerGateway, "_drop_published", _drop_by_own_stores,
-        replace(SMALL, dies_in=(0,), group_of_layer=(0, 0)), broken_off_publishing,
+        WorkerGateway,
+        "_drop_published",
+        _drop_by_own_stores,
+        replace(SMALL, dies_in=(0,), group_of_layer=(0, 0)),
+        broken_off_publishing,
         {TwoWriters},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

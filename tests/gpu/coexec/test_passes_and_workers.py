@@ -80,9 +80,8 @@ class Passes:
         self.control = device.register(pool.control.segment.buffer, name="ctl", is_paced=False)
         exchange = Exchange(device, compute, compute)
         gateway = WorkerGateway(
-            pool, self.rings, self.control, exchange, lambda region, tokens: 1e-4,
-            tokens_per_worker=BUDGET,
-        )  # fmt: skip
+            pool, self.rings, self.control, exchange, lambda region, tokens: 1e-4, tokens_per_worker=BUDGET
+        )
         self.assistant = Assistant(HostHandover(exchange), as_torch(None), gateway, NUM_LAYERS)
         self.adapters = [Cold(driver, (0, 1, 2)), Cold(driver, (3, 4, 5))]
 
@@ -96,18 +95,14 @@ class Passes:
         row = ColdRow(0, num_tokens, NUM_LAYERS, 0, 8, self.adapters[adapter])
         return self.assistant.begin([row], torch.device("cpu"))
 
-    def run(
-        self, num_tokens: int, adapter: int, at_layer: Callable[[int], None] | None = None
-    ) -> bool:
+    def run(self, num_tokens: int, adapter: int, at_layer: Callable[[int], None] | None = None) -> bool:
         """One pass; returns whether its deltas count, and checks them if so."""
         assisted = self.begin(num_tokens, adapter)
         results = []
         try:
             for layer in range(NUM_LAYERS):
                 x = torch.randn(num_tokens, IN_FEATURES, dtype=torch.bfloat16)
-                ys = [
-                    torch.zeros(num_tokens, width, dtype=torch.bfloat16) for width in OUT_FEATURES
-                ]
+                ys = [torch.zeros(num_tokens, width, dtype=torch.bfloat16) for width in OUT_FEATURES]
                 assisted.deltas.begin((layer, 0), x)
                 if at_layer is not None:
                     at_layer(layer)
@@ -137,10 +132,7 @@ class Passes:
 @pytest.fixture(scope="module")
 def passes() -> Iterator[Passes]:
     config = make_config(
-        num_ring_slots=NUM_SLOTS,
-        num_job_slots=16,
-        first_sequence=FIRST_SEQUENCE,
-        max_slice_tokens=BUDGET,
+        num_ring_slots=NUM_SLOTS, num_job_slots=16, first_sequence=FIRST_SEQUENCE, max_slice_tokens=BUDGET
     )
     device = CpuDevice()
     with Driver([case(seed=seed) for seed in range(2 * NUM_LAYERS)], config) as driver:

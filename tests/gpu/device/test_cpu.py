@@ -106,9 +106,7 @@ def test_a_computation_inherits_the_modes_of_its_caller(device: CpuDevice) -> No
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, MemoryError])
-def test_whatever_a_computation_raises_the_stream_lives(
-    device: CpuDevice, kind: type[BaseException]
-) -> None:
+def test_whatever_a_computation_raises_the_stream_lives(device: CpuDevice, kind: type[BaseException]) -> None:
     a = device.stream("a")
 
     def fail() -> None:
@@ -302,9 +300,7 @@ def test_late_wake_ups_of_a_stream_do_not_add_up() -> None:
     device.close()
 
 
-def test_a_thread_can_be_a_stream_itself(
-    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_can_be_a_stream_itself(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its operations take effect at once, ordered with other streams."""
     own, other = device.stream("own"), device.stream("other")
     device.adopt(own)
@@ -361,9 +357,7 @@ def test_memory_may_be_left_out_of_the_pacing() -> None:
     try:
         memory = device.register(memoryview(bytearray(4096)), name="rings", is_paced=False)
         stream = device.stream("copies")
-        device.copy(
-            stream, memory.tensor(0, (512,), torch.uint8), torch.ones(512, dtype=torch.uint8)
-        )
+        device.copy(stream, memory.tensor(0, (512,), torch.uint8), torch.ones(512, dtype=torch.uint8))
         device.synchronize(timeout_s=5.0)
         assert memory.tensor(0, (512,), torch.uint8).sum() == 512
         assert link.stats(Direction.TO_HOST).num_bytes == 0

@@ -156,9 +156,7 @@ def test_registering_is_refused_while_a_wait_is_outstanding(ahead: Setting) -> N
 
 
 @pytest.mark.parametrize(("start", "end"), [(1, 4097), (0, 100), (8192, 12288)])
-def test_memory_must_be_whole_pages_that_nobody_registered(
-    setting: Setting, start: int, end: int
-) -> None:
+def test_memory_must_be_whole_pages_that_nobody_registered(setting: Setting, start: int, end: int) -> None:
     page = mmap.mmap(-1, NUM_BYTES)
     setting.device.register(memoryview(page)[8192:], name="a part")
     with pytest.raises(DeviceError, match=r"multiples of the page size|overlap"):
@@ -185,9 +183,7 @@ def test_closing_waits_and_unregisters_before_views_drop(setting: Setting) -> No
             use()
 
 
-def test_closing_releases_waits_after_its_deadline(
-    ahead: Setting, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closing_releases_waits_after_its_deadline(ahead: Setting, caplog: pytest.LogCaptureFixture) -> None:
     ahead.device.wait(ahead.stream, ahead.word(), 3)
     ahead.device.close(timeout_s=0.05)
     assert not ahead.gpu.registered
@@ -208,10 +204,7 @@ def test_a_device_that_does_not_end_is_abandoned(caplog: pytest.LogCaptureFixtur
 
 
 def test_an_unasked_failure_is_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.WARNING),
-        open_setting(sync="host", wait_timeout_s=0.01) as setting,
-    ):
+    with caplog.at_level(logging.WARNING), open_setting(sync="host", wait_timeout_s=0.01) as setting:
         with pytest.raises(DeviceTimeoutError):
             setting.device.wait(setting.stream, setting.word(), 2)
         setting.device.close()

@@ -71,9 +71,7 @@ def failures() -> dict[int, Exception]:
 @pytest.fixture
 def agent(failures: dict[int, Exception]) -> HostAgent:
     made = HostAgent(
-        FakeRuntime(FakeGpu()),
-        on_failure=failures.__setitem__,
-        has_failed=failures.__contains__,
+        FakeRuntime(FakeGpu()), on_failure=failures.__setitem__, has_failed=failures.__contains__
     )
     made.start()
     return made
@@ -113,9 +111,7 @@ def test_an_item_comes_after_those_of_other_streams_that_it_needs(agent: HostAge
     agent.stop(timeout_s=5.0)
 
 
-def test_a_failed_item_leaves_out_all_but_signals(
-    agent: HostAgent, failures: dict[int, Exception]
-) -> None:
+def test_a_failed_item_leaves_out_all_but_signals(agent: HostAgent, failures: dict[int, Exception]) -> None:
     done: list[str] = []
 
     def fail() -> None:
@@ -166,9 +162,7 @@ class NotedLink(PacedLink):
         self.starts_s: list[float | None] = []
         self.ends_s: list[float] = []
 
-    def begin(
-        self, direction: Direction, num_bytes: int, *, start_s: float | None = None
-    ) -> LinkTransfer:
+    def begin(self, direction: Direction, num_bytes: int, *, start_s: float | None = None) -> LinkTransfer:
         self.starts_s.append(start_s)
         return super().begin(direction, num_bytes, start_s=start_s)
 

@@ -92,10 +92,7 @@ def test_missing_bindings_are_warned_of(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_wait_that_holds_for_ever_ends_the_search(fault: str) -> None:
     """The stream cannot be cancelled; further probes would hang later, without a message."""
     gpu = FakeGpu(frozenset({fault}))
-    with (
-        pytest.raises(StuckStreamError, match="--device-sync host"),
-        fake_device(gpu, probe_timeout_s=0.5),
-    ):
+    with pytest.raises(StuckStreamError, match="--device-sync host"), fake_device(gpu, probe_timeout_s=0.5):
         pass
     assert gpu.log == ["register"], "the device may still touch the memory"
 
@@ -123,9 +120,7 @@ def test_the_host_needs_nothing_of_the_driver() -> None:
         ("", {"sync": "blocking"}, "choose one of auto, stream, host$"),
     ],
 )
-def test_a_forced_way_that_fails_is_an_error(
-    faults: str, arguments: dict[str, Any], message: str
-) -> None:
+def test_a_forced_way_that_fails_is_an_error(faults: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"--device-sync.*{message}"):
         _sync(faults, **arguments)
 

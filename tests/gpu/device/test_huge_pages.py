@@ -51,9 +51,7 @@ def test_pages_are_huge() -> None:
     assert huge_bytes_at(tensor.data_ptr()) >= 16 * MIB  # neighbours may be one mapping with it
 
 
-def test_a_kernel_that_refuses(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_that_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(huge_pages, "MADV_HUGEPAGE", 9999)
     with caplog.at_level("DEBUG"):
         assert not huge_pages.zeros(4 * MIB).any()

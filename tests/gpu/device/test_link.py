@@ -180,9 +180,7 @@ def reference(transfers: list[tuple[int, int]]) -> list[Fraction]:
     return [end for end in ends if end is not None]
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=8).map(sorted)
-)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=8).map(sorted))
 def test_shares_are_those_of_the_definition(transfers: list[tuple[int, int]]) -> None:
     link, clock = make_link()
     begun = []

@@ -22,9 +22,7 @@ def test_options_are_those_of_the_configuration() -> None:
     assert DeviceOptions.of(config) == DeviceOptions(2.0, 5.0, "host")
 
 
-@pytest.mark.parametrize(
-    "option", [{"link_gib_per_s": 0}, {"link_latency_us": -1}, {"device_sync": "futex"}]
-)
+@pytest.mark.parametrize("option", [{"link_gib_per_s": 0}, {"link_latency_us": -1}, {"device_sync": "futex"}])
 def test_impossible_options_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"--{next(iter(option)).replace('_', '-')}"):
         EngineConfig(**option)

@@ -10,11 +10,7 @@ import pytest
 from corun.cpu_workers.run_queue import all_thread_ids
 from corun.gpu.execution import adaptive_threads
 from corun.gpu.execution.adaptive_threads import AdaptiveThreads, ThreadChoice
-from corun.gpu.forward.kernel_threads import (
-    kernel_thread_ids,
-    num_kernel_threads,
-    set_kernel_threads,
-)
+from corun.gpu.forward.kernel_threads import kernel_thread_ids, num_kernel_threads, set_kernel_threads
 
 
 class Machine:
@@ -84,17 +80,10 @@ def test_threads_give_way_and_come_back(machine: Machine, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(
     ("max_threads", "is_fixed", "consequence"),
-    [
-        (2, True, "with 2 threads (--fixed-cpu-threads)"),
-        (1, False, "already computes with one thread"),
-    ],
+    [(2, True, "with 2 threads (--fixed-cpu-threads)"), (1, False, "already computes with one thread")],
 )
 def test_a_fixed_number_is_logged(
-    machine: Machine,
-    caplog: pytest.LogCaptureFixture,
-    max_threads: int,
-    is_fixed: bool,
-    consequence: str,
+    machine: Machine, caplog: pytest.LogCaptureFixture, max_threads: int, is_fixed: bool, consequence: str
 ) -> None:
     threads = machine.engine(max_threads, is_fixed=is_fixed)
     for share in (0.5, 0.6, *[0.0] * 70):
@@ -118,9 +107,7 @@ def test_a_quota_takes_no_threads_away(machine: Machine, caplog: pytest.LogCaptu
     assert threads.num_threads == 1
 
 
-def test_without_statistics_the_number_stays(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_statistics_the_number_stays(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     machine.times = None
     threads = machine.engine()
     assert "has no /proc/self/task/*/schedstat" in caplog.text

@@ -29,15 +29,7 @@ from corun.runtime.plan import (
 )
 from support.architectures import save_model
 from support.cuda.errors import accelerator_error
-from support.executor_device import (
-    ADAPTER,
-    ExecutorDevice,
-    blocks,
-    load,
-    new,
-    rows,
-    wait_transfer,
-)
+from support.executor_device import ADAPTER, ExecutorDevice, blocks, load, new, rows, wait_transfer
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +62,7 @@ def test_chunks_and_other_blocks_do_not_change_the_tokens(device: ExecutorDevice
     (whole,) = device.run(
         rows((1, 0, 6, True)), new_requests=(new(1, prompt),), block_updates=(blocks(1, 0, 1),)
     )
-    device.run(
-        rows((2, 0, 1, False)), new_requests=(new(2, prompt),), block_updates=(blocks(2, 9),)
-    )
+    device.run(rows((2, 0, 1, False)), new_requests=(new(2, prompt),), block_updates=(blocks(2, 9),))
     (chunked,) = device.run(rows((2, 1, 5, True)), block_updates=(blocks(2, 4, first=1),))
     assert whole.rows[0].token_ids == chunked.rows[0].token_ids
     # Preempted: other blocks, computed again with the sampled token, then one further.
@@ -89,9 +79,7 @@ def test_blocks_that_were_on_the_host_give_the_same_tokens(device: ExecutorDevic
         )
 
     prompt = (5, 6, 7, 8, 9, 10, 11, 12)
-    device.run(
-        rows((1, 0, 8, True)), new_requests=(new(1, prompt),), block_updates=(blocks(1, 0, 1, 2),)
-    )
+    device.run(rows((1, 0, 8, True)), new_requests=(new(1, prompt),), block_updates=(blocks(1, 0, 1, 2),))
     (straight,) = device.run(rows((1, 8, 1, True)))
     device.submit(transfers=(move(1, Direction.TO_HOST, (0, 5), (1, 3)),))
     assert wait_transfer(device) == TransferResult(TransferId(1))
@@ -192,9 +180,7 @@ def test_rows_that_lack_memory_are_not_to_blame(
     num_tokens = 2
     batch = rows((1, 0, 1, True), (2, 0, 2, True))
     (result,) = device.run(
-        batch,
-        new_requests=(new(1, (5,)), new(2, (5, 6))),
-        block_updates=(blocks(1, 0), blocks(2, 1)),
+        batch, new_requests=(new(1, (5,)), new(2, (5, 6))), block_updates=(blocks(1, 0), blocks(2, 1))
     )
     assert [row.cause for row in result.rows] == [RetryCause.MEMORY] * 2
     assert "sub-batch" not in caplog.text  # the scheduler has one line for it
@@ -203,22 +189,16 @@ def test_rows_that_lack_memory_are_not_to_blame(
     assert device.run(rows((1, 0, 1, True)))[0].rows[0].cause is RetryCause.FORWARD
 
 
-def test_a_lost_device_is_the_engines_end(
-    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_device_is_the_engines_end(device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(inputs: Any, *others: Any) -> Any:
         raise accelerator_error(700)
 
     monkeypatch.setattr(device.runner, "forward", broken)
     with pytest.raises(EngineDeadError, match="an illegal address"):
-        device.run(
-            rows((1, 0, 1, True)), new_requests=(new(1, (5,)),), block_updates=(blocks(1, 0),)
-        )
+        device.run(rows((1, 0, 1, True)), new_requests=(new(1, (5,)),), block_updates=(blocks(1, 0),))
 
 
-def test_a_lost_device_takes_no_adapter(
-    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_device_takes_no_adapter(device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(adapter: object) -> int:
         raise accelerator_error(214)
 
@@ -243,9 +223,7 @@ def test_logits_that_are_not_finite_fail_their_row_alone(device: ExecutorDevice)
     assert "not finite" in (result.rows[1].error or "")
 
 
-def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(
-    device: ExecutorDevice,
-) -> None:
+def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(device: ExecutorDevice) -> None:
     device.adapter = device.make_adapter()
     device.submit(transfers=(load(1),))
     assert select.select([device.executor], [], [], 10)[0]
@@ -262,10 +240,7 @@ def test_an_adapter_serves_after_its_load_and_not_after_its_eviction(
     assert device.loaded.lora_table.num_free_rows == device.loaded.lora_table.capacity
     (result,) = device.run(rows((1, 2, 1, True), (2, 2, 1, True)))
     outcomes = [(row.outcome, row.cause) for row in result.rows]
-    assert outcomes == [
-        (Outcome.RETRY, RetryCause.OTHER_ROW),
-        (Outcome.RETRY, RetryCause.FORWARD),
-    ]
+    assert outcomes == [(Outcome.RETRY, RetryCause.OTHER_ROW), (Outcome.RETRY, RetryCause.FORWARD)]
 
 
 @pytest.mark.parametrize(
@@ -331,9 +306,7 @@ def test_memory_of_free_blocks_goes_back_before_an_adapter_comes(
     assert all(bool(key[block].any()) for block in (0, 1, 2))
     log = device.host_log
     monkeypatch.setattr(device.runner.pool, "release", lambda ids: log.append(f"release {ids}"))
-    device.submit(
-        ended_requests=(RequestId(1),), freed_blocks=(BlockId(0), BlockId(1)), transfers=(load(1),)
-    )
+    device.submit(ended_requests=(RequestId(1),), freed_blocks=(BlockId(0), BlockId(1)), transfers=(load(1),))
     wait_transfer(device)
     assert log == ["release (0, 1)", "fetch 1"]
 

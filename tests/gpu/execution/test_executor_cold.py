@@ -8,26 +8,10 @@ from typing import Any
 import pytest
 import torch
 from corun.gpu.coexec.assistant import ColdRow
-from corun.runtime.plan import (
-    Outcome,
-    RequestId,
-    RetryCause,
-    SubBatch,
-    SubBatchKind,
-    WorkersChanged,
-)
+from corun.runtime.plan import Outcome, RequestId, RetryCause, SubBatch, SubBatchKind, WorkersChanged
 from corun.shm.errors import RingFullError
 from support.architectures import save_model
-from support.executor_device import (
-    ADAPTER,
-    Arriving,
-    ExecutorDevice,
-    blocks,
-    load,
-    new,
-    rows,
-    wait_progress,
-)
+from support.executor_device import ADAPTER, Arriving, ExecutorDevice, blocks, load, new, rows, wait_progress
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +39,7 @@ OF_WORKERS = SimpleNamespace(of_head=None)  # deltas
 class Assisting:
     """Replaces the workers: they fail, or return void results."""
 
-    def __init__(
-        self, error: Exception | None = None, void: Sequence[tuple[int, int]] = ()
-    ) -> None:
+    def __init__(self, error: Exception | None = None, void: Sequence[tuple[int, int]] = ()) -> None:
         self.error = error
         self.void = void
         self.num_given_up = 0
@@ -65,20 +47,14 @@ class Assisting:
     def begin(self, rows: list[ColdRow], where: torch.device) -> Any:
         if self.error is not None and any(row.split_layer for row in rows):
             raise self.error
-        return SimpleNamespace(
-            deltas=OF_WORKERS, finish=lambda: frozenset(self.void), abandon=self.abandon
-        )
+        return SimpleNamespace(deltas=OF_WORKERS, finish=lambda: frozenset(self.void), abandon=self.abandon)
 
     def abandon(self) -> None:
         self.num_given_up += 1
 
 
 def beside_the_cold_one(
-    device: ExecutorDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    assisting: Assisting,
-    *,
-    is_broken: bool,
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch, assisting: Assisting, *, is_broken: bool
 ) -> tuple[Any, list[Any]]:
     """A pass of a warm row that decodes, a warm chunk and a cold chunk.
 
@@ -127,9 +103,7 @@ def test_a_pass_that_workers_cannot_take_is_the_fault_of_the_rows_that_need_them
 def test_void_deltas_are_the_cold_rows_matter_alone(
     device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, alone = beside_the_cold_one(
-        device, monkeypatch, Assisting(void=[(4, 6)]), is_broken=False
-    )
+    found, alone = beside_the_cold_one(device, monkeypatch, Assisting(void=[(4, 6)]), is_broken=False)
     assert [found[RequestId(1)], found[RequestId(2)]] == alone
     assert found[RequestId(3)].outcome is Outcome.RETRY
     assert found[RequestId(3)].cause is RetryCause.DELTAS
@@ -160,9 +134,7 @@ def test_it_is_told_once_how_many_workers_are_ready(device: ExecutorDevice) -> N
 
 def test_a_cold_row_whose_adapter_does_not_move_yet_is_retried(device: ExecutorDevice) -> None:
     (result,) = device.run(
-        cold_rows((1, 0, 2, True, 0)),
-        new_requests=(new(1, (5, 6), ADAPTER),),
-        block_updates=(blocks(1, 0),),
+        cold_rows((1, 0, 2, True, 0)), new_requests=(new(1, (5, 6), ADAPTER),), block_updates=(blocks(1, 0),)
     )
     assert [row.outcome for row in result.rows] == [Outcome.RETRY]
     assert [row.cause for row in result.rows] == [RetryCause.DELTAS]

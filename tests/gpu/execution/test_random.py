@@ -15,10 +15,7 @@ def test_depends_on_seed_and_position_alone() -> None:
 
 
 def test_is_uniform_over_seeds_and_over_positions() -> None:
-    for sample in (
-        numbers([7] * 20000, list(range(20000))),
-        numbers(list(range(20000)), [3] * 20000),
-    ):
+    for sample in (numbers([7] * 20000, list(range(20000))), numbers(list(range(20000)), [3] * 20000)):
         assert ((sample >= 0) & (sample < 1)).all()
         counts, _ = np.histogram(sample, bins=20, range=(0, 1))
         # 19 degrees of freedom; the 99.99 % point of chi squared is 53.

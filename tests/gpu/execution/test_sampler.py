@@ -96,9 +96,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(6, 50)
     states = [make_state(seed=s, temperature=1.0, top_p=0.5 + s / 20) for s in range(6)]
     together = [r.token_id for r in Sampler([]).sample(logits.clone(), states)]
-    alone = [
-        Sampler([]).sample(logits[i : i + 1].clone(), [states[i]])[0].token_id for i in range(6)
-    ]
+    alone = [Sampler([]).sample(logits[i : i + 1].clone(), [states[i]])[0].token_id for i in range(6)]
     assert together == alone
 
 
@@ -120,10 +118,7 @@ def test_top_p_refers_to_all_that_min_p_left() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "params",
-    [
-        {"stop_token_ids": tuple(range(8)), "min_tokens": 5},
-        {"repetition_penalty": 1e-44, "prompt": [3]},
-    ],
+    [{"stop_token_ids": tuple(range(8)), "min_tokens": 5}, {"repetition_penalty": 1e-44, "prompt": [3]}],
 )
 def test_a_request_that_leaves_itself_no_token_fails_alone(
     params: dict[str, Any], temperature: float
@@ -228,8 +223,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "params",
-    [{"min_tokens": 3}, {"repetition_penalty": 2.0}, {"presence_penalty": 1.0}],
+    "params", [{"min_tokens": 3}, {"repetition_penalty": 2.0}, {"presence_penalty": 1.0}]
 )
 def test_adjusts_what_a_model_computed(params: dict[str, Any]) -> None:
     """A runner's logits are made in inference mode, and may be changed only there."""

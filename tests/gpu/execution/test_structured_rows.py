@@ -12,14 +12,7 @@ from corun.gpu.execution.request_table import RequestState
 from corun.gpu.execution.sampler import Sampler
 from corun.runtime.errors import RequestError
 from corun.runtime.grammar.matcher import Matcher
-from corun.runtime.plan import (
-    BASE_ADAPTER,
-    NewRequest,
-    Outcome,
-    RequestId,
-    RetryCause,
-    StepResult,
-)
+from corun.runtime.plan import BASE_ADAPTER, NewRequest, Outcome, RequestId, RetryCause, StepResult
 from corun.runtime.sampling import SamplingParams, StructuredOutput
 from support.architectures import save_model
 from support.byte_grammars import byte_matcher, regex
@@ -132,9 +125,7 @@ def test_preempted_rows_lose_no_token_and_consume_none_twice(device: ExecutorDev
     assert drawn(step(device, 6, 1)) == {1: "D"}
 
 
-def test_rows_computed_again_from_an_earlier_token_follow_what_they_draw_then(
-    device: ExecutorDevice,
-) -> None:
+def test_rows_computed_again_from_an_earlier_token_follow_what_they_draw_then(device: ExecutorDevice) -> None:
     """As after a step whose result does not count."""
     begin(device, "ABCD")
     assert drawn(step(device, 4, 1)) == {1: "B"}
@@ -144,9 +135,7 @@ def test_rows_computed_again_from_an_earlier_token_follow_what_they_draw_then(
     assert drawn(step(device, 6, 1)) == {1: "D"}
 
 
-def test_a_pass_that_fails_changes_nothing(
-    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_fails_changes_nothing(device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(device, "ABCD")
     forward = device.runner.forward
     monkeypatch.setattr(device.runner, "forward", lambda *_: 1 // 0)
@@ -202,9 +191,13 @@ def test_forced_tokens_leave_what_a_pass_of_each_leaves(device: ExecutorDevice) 
 
 @pytest.mark.parametrize(
     "params",
-    [{"logprobs": 0}, {"bad_words_ids": ((66, 67),)}, {"logit_bias": {66: 1.0}},
-     {"allowed_token_ids": tuple(range(96))}],
-)  # fmt: skip
+    [
+        {"logprobs": 0},
+        {"bad_words_ids": ((66, 67),)},
+        {"logit_bias": {66: 1.0}},
+        {"allowed_token_ids": tuple(range(96))},
+    ],
+)
 def test_each_token_is_drawn_where_it_may_be_forbidden_or_is_reported(
     device: ExecutorDevice, params: dict[str, Any]
 ) -> None:
@@ -228,9 +221,7 @@ def test_an_end_token_ends_an_answer_that_could_continue(device: ExecutorDevice)
 
 
 @pytest.mark.parametrize("params", [{}, {"ignore_eos": True}])
-def test_stop_tokens_end_an_answer_where_it_may_end(
-    device: ExecutorDevice, params: dict[str, Any]
-) -> None:
+def test_stop_tokens_end_an_answer_where_it_may_end(device: ExecutorDevice, params: dict[str, Any]) -> None:
     """An adapter's end tokens are among them. Elsewhere they cut no answer."""
     wanted = {"logit_bias": {END + 1: 100.0}, "stop_token_ids": (END + 1,)}
     begin(device, "AB*", "ABB*", **wanted, **params)

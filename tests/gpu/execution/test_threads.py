@@ -40,10 +40,7 @@ class FakeRunner:
     ],
 )
 def test_chooses(
-    monkeypatch: pytest.MonkeyPatch,
-    one: tuple[float, float],
-    many: tuple[float, float],
-    chosen: int,
+    monkeypatch: pytest.MonkeyPatch, one: tuple[float, float], many: tuple[float, float], chosen: int
 ) -> None:
     runner = FakeRunner(monkeypatch, {1: one, 4: many})
     assert threads.choose_threads(runner, 4, 2**20) == chosen  # type: ignore[arg-type]
@@ -62,9 +59,7 @@ def test_a_single_cpu_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> N
     assert runner.num_threads == 1
 
 
-def test_noise_takes_all_threads_and_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_noise_takes_all_threads_and_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runner = FakeRunner(monkeypatch, {1: (1.0, 1.0), 4: (5.0, 5.0)})
     monkeypatch.setattr(
         threads,
@@ -78,9 +73,7 @@ def test_noise_takes_all_threads_and_is_not_kept(
 
 
 @pytest.mark.parametrize("chosen", [1, 4])
-def test_a_quiet_choice_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: int
-) -> None:
+def test_a_quiet_choice_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: int) -> None:
     kept = tmp_path / "choices" / "choice.json"
     runner = FakeRunner(monkeypatch, {chosen: (1.0, 1.0), 5 - chosen: (5.0, 5.0)})
     assert threads.choose_threads(runner, 4, 2**20, kept) == chosen  # type: ignore[arg-type]

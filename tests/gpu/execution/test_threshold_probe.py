@@ -23,9 +23,7 @@ MAX_TOKENS = 512
 def skeleton(model_type: str, **config: Any) -> PreTrainedModel:
     """A model of real sizes, without weights."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, **config)
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config))
     return model
 
 
@@ -42,18 +40,21 @@ def test_a_model_without_thresholds_is_not_copied(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("floor_scale", "chunk", "expected"),
-    [(8192, 8192, 8191), (4000, 8192, 3999), (8192, 1000, 8191)],
+    ("floor_scale", "chunk", "expected"), [(8192, 8192, 8191), (4000, 8192, 3999), (8192, 1000, 8191)]
 )
-def test_a_temperature_by_the_place_in_the_step(
-    floor_scale: int, chunk: int, expected: int
-) -> None:
+def test_a_temperature_by_the_place_in_the_step(floor_scale: int, chunk: int, expected: int) -> None:
     """Of real sizes, with the chunk or the temperature beginning first."""
     model = skeleton(
-        "llama4_text", num_hidden_layers=4, hidden_size=640, num_attention_heads=10,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=100_000,
-        floor_scale=floor_scale, attention_chunk_size=chunk,
-    )  # fmt: skip
+        "llama4_text",
+        num_hidden_layers=4,
+        hidden_size=640,
+        num_attention_heads=10,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=100_000,
+        floor_scale=floor_scale,
+        attention_chunk_size=chunk,
+    )
     verdict = judge_thresholds(model, 100_000, None)
     assert (verdict.outcome, verdict.num_tokens) == ("limited", expected)
     assert "floor_scale" in verdict.reason
@@ -62,9 +63,7 @@ def test_a_temperature_by_the_place_in_the_step(
 def test_a_window_that_is_lost_is_seen_at_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """For any name of the number and any source of it."""
     monkeypatch.setattr(attention_hook, "read_mask", lambda *_, **__: Sight())
-    model = skeleton(
-        "phimoe", sliding_window=2047, num_hidden_layers=4, max_position_embeddings=4096
-    )
+    model = skeleton("phimoe", sliding_window=2047, num_hidden_layers=4, max_position_embeddings=4096)
     verdict = judge_thresholds(model, 4096, None)
     assert verdict == ThresholdVerdict("limited", 2046, "sliding_window = 2047")
 
@@ -140,9 +139,7 @@ class TestKept:
         assert judge_thresholds(model, max_tokens, kept).num_tokens in (35, 39)
 
     @pytest.mark.parametrize("content", [b"\xff", b'{"num_tokens": "many"}'])
-    def test_a_damaged_file_is_made_again(
-        self, model: PreTrainedModel, kept: Path, content: bytes
-    ) -> None:
+    def test_a_damaged_file_is_made_again(self, model: PreTrainedModel, kept: Path, content: bytes) -> None:
         (path,) = kept.iterdir()
         before = path.read_bytes()
         path.write_bytes(content)

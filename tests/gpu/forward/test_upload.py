@@ -28,9 +28,7 @@ class OtherMemory(TorchFunctionMode):
         self.num_copies = self.num_bytes = 0
         self.fails = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         named.pop("pin_memory", None)
         if func is torch.Tensor.to and args[1:] == (CUDA,):
@@ -161,9 +159,7 @@ def test_passes_read_the_blocks_that_plans_gave(device: OtherMemory) -> None:
     tables = [RequestTable(64, BLOCK_SIZE, place) for place in (CUDA, CPU)]
     alive: list[int] = []
     for step in range(40):
-        new = NewRequest(
-            RequestId(step), (1,) * int(rng.integers(1, 65)), SamplingParams(), BASE_ADAPTER
-        )
+        new = NewRequest(RequestId(step), (1,) * int(rng.integers(1, 65)), SamplingParams(), BASE_ADAPTER)
         ended = [i for i in alive if rng.random() < 0.02]
         alive = [*(i for i in alive if i not in ended), step]
         again = [step, *(i for i in alive if rng.random() < 0.2)]

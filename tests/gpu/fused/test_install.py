@@ -106,11 +106,7 @@ def _with_other_rotation(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(
     ("change", "replaced"),
-    [
-        (_with_other_norm, (4, 2, 2)),
-        (_with_other_mlp, (5, 1, 2)),
-        (_with_other_rotation, (5, 2, 1)),
-    ],
+    [(_with_other_norm, (4, 2, 2)), (_with_other_mlp, (5, 1, 2)), (_with_other_rotation, (5, 2, 1))],
 )
 def test_what_computes_something_else_is_left_alone(
     change: Callable[[PreTrainedModel], None], replaced: tuple[int, ...]
@@ -207,10 +203,7 @@ class _OtherNorms(LlamaRMSNorm):  # type: ignore[misc]
     ],
 )
 def test_a_kind_of_which_no_form_is_known_is_a_warning(
-    change: Callable[[PreTrainedModel], None],
-    kind: str,
-    name: str,
-    caplog: pytest.LogCaptureFixture,
+    change: Callable[[PreTrainedModel], None], kind: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = draw_model("llama3-rope")
     change(model)

@@ -17,12 +17,7 @@ MODELS = {
     "gemma2": [9, 2, 2, 2],
     "other": [4, 2, 1, 1],  # a Llama some modules of which compute something else
 }
-GATED = {
-    "llama3-rope": [5, 2, 2, 2],
-    "phi3": [5, 2, 2, 2],
-    "gemma3": [13, 2, 2, 2],
-    "granite": [5, 2, 2, 2],
-}
+GATED = {"llama3-rope": [5, 2, 2, 2], "phi3": [5, 2, 2, 2], "gemma3": [13, 2, 2, 2], "granite": [5, 2, 2, 2]}
 OTHER_FORMS = {
     "olmo2": [9, 2, 0, 2],
     "cohere": [0, 2, 0, 0],
@@ -47,11 +42,7 @@ def check(device: str, replaced: dict[str, list[int]], tolerance: float, **varia
 
 @pytest.mark.parametrize(
     "replaced",
-    [
-        MODELS,
-        pytest.param(GATED, marks=pytest.mark.full),
-        pytest.param(OTHER_FORMS, marks=pytest.mark.full),
-    ],
+    [MODELS, pytest.param(GATED, marks=pytest.mark.full), pytest.param(OTHER_FORMS, marks=pytest.mark.full)],
 )
 def test_models_compute_what_their_own_modules_do(replaced: dict[str, list[int]]) -> None:
     check("cpu", replaced, 4e-3, TRITON_INTERPRET="1")
@@ -65,9 +56,7 @@ def test_models_compute_on_a_gpu_what_their_own_modules_do() -> None:
 
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     # Norms of queries and keys, and norms before and after a sum.
-    compiled = json.loads(
-        run_triton_program("compile_fused", "gemma3", TRITON_CACHE_DIR=str(tmp_path))
-    )
+    compiled = json.loads(run_triton_program("compile_fused", "gemma3", TRITON_CACHE_DIR=str(tmp_path)))
     assert compiled.keys() == {"norm_kernel", "gated_kernel", "rotate_kernel"}
 
 

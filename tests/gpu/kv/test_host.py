@@ -50,9 +50,7 @@ def test_memory_that_the_machine_has_not_is_refused(monkeypatch: pytest.MonkeyPa
         HostKv(CpuDevice(), 10, BLOCK_BYTES)
 
 
-def test_memory_that_the_kernel_refuses_is_an_error_of_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_the_kernel_refuses_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_kv, "available_memory_bytes", lambda: 2**62)
     reason = r"--host-kv-bytes.* cannot be allocated: .*lower the value$"
     with pytest.raises(ResourceError, match=reason):

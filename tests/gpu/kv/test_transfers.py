@@ -84,9 +84,7 @@ def test_contents_come_back_to_other_blocks(name: str, where: str) -> None:
     tier.close()
 
 
-def test_blocks_side_by_side_in_slots_that_are_go_in_one_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_side_by_side_in_slots_that_are_go_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_kv, "MAX_PIECE_BYTES", 4 * BLOCK_BYTES)
     device = NotingDevice()
     with open_tier(device) as tier:

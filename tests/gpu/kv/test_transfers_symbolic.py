@@ -105,19 +105,13 @@ class Engine:
             writes=[self.blocks.bytes_of(block, 1) for block in writes],
         )
 
-    def start(
-        self, direction: Direction, *pairs: tuple[int, int], is_demand: bool = True
-    ) -> TransferId:
+    def start(self, direction: Direction, *pairs: tuple[int, int], is_demand: bool = True) -> TransferId:
         self.num_transfers += 1
         transfer_id = TransferId(self.num_transfers)
         blocks, slots = zip(*pairs, strict=True)
         self.transfers.start(
             KvTransfer(
-                transfer_id,
-                direction,
-                tuple(map(BlockId, blocks)),
-                tuple(map(HostSlot, slots)),
-                is_demand,
+                transfer_id, direction, tuple(map(BlockId, blocks)), tuple(map(HostSlot, slots)), is_demand
             )
         )
         return transfer_id

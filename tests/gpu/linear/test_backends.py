@@ -67,11 +67,7 @@ def test_product(make: MakeLinear, dtype: torch.dtype, has_bias: bool, tokens: i
     ],
 )
 def test_choice(
-    name: str,
-    dtype: torch.dtype,
-    device: str,
-    expected: set[str],
-    caplog: pytest.LogCaptureFixture,
+    name: str, dtype: torch.dtype, device: str, expected: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="corun.gpu.linear.select"):
         make = select_linear_backend(name, device=device, dtype=dtype)
@@ -97,9 +93,7 @@ def test_refusal_names_the_flag_and_the_reason(
         select_linear_backend(name, device=device, dtype=dtype)
 
 
-def test_onednn_multiplies_in_float32_what_the_processor_cannot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_onednn_multiplies_in_float32_what_the_processor_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)
     assert product_dtype(torch.float16) == product_dtype(torch.float32) == torch.float32
     generator = torch.Generator().manual_seed(0)
@@ -129,9 +123,7 @@ def test_a_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"onednn": [1.0, 10.0], "plain": [1.0, 5.0]}, "plain"),
     ],
 )
-def test_auto_leaves_the_preferred_only_for_a_gain(
-    times: dict[str, list[float]], expected: str
-) -> None:
+def test_auto_leaves_the_preferred_only_for_a_gain(times: dict[str, list[float]], expected: str) -> None:
     assert select.fastest(times) == expected
 
 
@@ -152,10 +144,7 @@ def record(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_noise_chooses_nothing_and_is_not_kept(
-    dtype: torch.dtype,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     count = record(monkeypatch, quiet=False)
     preferred = "numba" if dtype is torch.bfloat16 else "onednn"

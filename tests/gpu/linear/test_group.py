@@ -76,16 +76,10 @@ def test_the_input_and_the_results_are_released() -> None:
 
 @pytest.mark.parametrize(
     ("make", "dtype"),
-    [
-        (PlainLinear, torch.bfloat16),
-        (OnednnLinear, torch.float32),
-        (NumbaLinear, torch.bfloat16),
-    ],
+    [(PlainLinear, torch.bfloat16), (OnednnLinear, torch.float32), (NumbaLinear, torch.bfloat16)],
 )
 @pytest.mark.parametrize("tokens", [1, 6, 130])
-def test_together_is_what_each_computes_alone(
-    make: MakeLinear, dtype: torch.dtype, tokens: int
-) -> None:
+def test_together_is_what_each_computes_alone(make: MakeLinear, dtype: torch.dtype, tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     backends = [
         make(
@@ -129,11 +123,7 @@ class Strides:
         pass
 
     def add(
-        self,
-        group: Hashable,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
+        self, group: Hashable, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int]
     ) -> None:
         self.seen |= {y.stride(0) for y in ys}
 

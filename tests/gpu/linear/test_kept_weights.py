@@ -54,9 +54,7 @@ def test_arrays_lie_in_memory_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["a byte", "end", "index", "length", "nothing left", "no index"])
-def test_a_damaged_file_is_noticed(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_noticed(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     path = put(tmp_path)
     content = bytearray(path.read_bytes())
     length = int.from_bytes(content[:8], "little")
@@ -92,9 +90,7 @@ def test_several_processes_write_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["key.weights"]
 
 
-def test_a_directory_that_cannot_be_written_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "file"
     file.touch()
     KeptWeights(file / "below", "key").write(MATRICES)

@@ -132,12 +132,8 @@ def coded(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 @each_kind
-@pytest.mark.parametrize(
-    ("out_features", "in_features"), [(1, 64), (64, 64), (65, 192), (192, 320)]
-)
-def test_products_of_any_shape(
-    out_features: int, in_features: int, kind: str, has_zeros: bool
-) -> None:
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 64), (64, 64), (65, 192), (192, 320)])
+def test_products_of_any_shape(out_features: int, in_features: int, kind: str, has_zeros: bool) -> None:
     weight = make_weight((out_features, in_features), kind, has_zeros)
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(out_features, generator=generator).bfloat16()
@@ -298,9 +294,7 @@ def test_a_replay_computes_the_same(kind: str, has_zeros: bool) -> None:
 def test_a_group_may_mix_what_is_quantised_and_what_is_not() -> None:
     generator = torch.Generator().manual_seed(0)
     full = NumbaLinear(torch.randn(64, 128, generator=generator).bfloat16(), None)
-    quantized = [
-        make_linear((width, 128), kind, False) for width, kind in ((64, "int8"), (16, "int4"))
-    ]
+    quantized = [make_linear((width, 128), kind, False) for width, kind in ((64, "int8"), (16, "int4"))]
     backends: list[LinearBackend] = [quantized[0], full, quantized[1]]
     group = InputGroup(StepContext(), "qkv")
     for backend in backends:

@@ -39,9 +39,7 @@ def fill(
 class NoMemory(TorchDispatchMode):
     """Inside, torch may view memory and copy, but not allocate."""
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function)
         is_view = any(result.alias_info is not None for result in function._schema.returns)
         assert is_view, f"{name} makes a tensor"
@@ -134,10 +132,18 @@ def make_layout(
     plain = build_target_map(make_model("llama3-rope"))
     groups = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
     targets = [
-        Target(t.index, t.path, t.layer, groups[t.path.rpartition(".")[2]], t.in_features,
-               t.out_features, t.physical_path)
-        for t in plain.targets if t.path.rpartition(".")[2] in groups
-    ]  # fmt: skip
+        Target(
+            t.index,
+            t.path,
+            t.layer,
+            groups[t.path.rpartition(".")[2]],
+            t.in_features,
+            t.out_features,
+            t.physical_path,
+        )
+        for t in plain.targets
+        if t.path.rpartition(".")[2] in groups
+    ]
     target_map = TargetMap(tuple(targets), plain.refused)
     return AdapterLayout(target_map, matrices, dtype), target_map
 

@@ -63,8 +63,6 @@ def normal() -> torch.Tensor:
 
 def test_values_over_the_range_of_the_served_type() -> None:
     raw = stored(torch.tensor([[1.0, -1e6]]))
-    with pytest.raises(
-        AdapterError, match=r"a has the value 1e\+06, over .* torch.float16 .*--dtype"
-    ):
+    with pytest.raises(AdapterError, match=r"a has the value 1e\+06, over .* torch.float16 .*--dtype"):
         to_tensor(*raw, torch.float16)
     assert to_tensor(*raw, torch.bfloat16).shape == (1, 2)

@@ -38,9 +38,7 @@ def test_passes_compile_no_kernel_after_the_preparation() -> None:
 
 def test_norms_of_many_rows_are_those_of_the_merged_matrix() -> None:
     generator = torch.Generator().manual_seed(0)
-    weight, a, b = (
-        torch.randn(shape, generator=generator) for shape in ((700, 3000), (5, 3000), (700, 5))
-    )
+    weight, a, b = (torch.randn(shape, generator=generator) for shape in ((700, 3000), (5, 3000), (700, 5)))
     expected = (weight.double() + 0.5 * b.double() @ a.double()).norm(dim=1)
     found = merged_norms(weight, a, b, 0.5).double()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)

@@ -17,16 +17,21 @@ from support.four_bit import FP4, NF4, Tensors, quantize_in_four_bits
 NAME = "layer.weight"
 # Made and dequantised by bitsandbytes 0.50.2 on a CPU: codes, scales, and the bits of all values.
 NESTED_NF4 = {
-    "kind": "nf4", "dtype": torch.bfloat16, "shape": [2, 32], "block_size": 32,
+    "kind": "nf4",
+    "dtype": torch.bfloat16,
+    "shape": [2, 32],
+    "block_size": 32,
     "codes": "39c16943c425bc8d15f58bd366050b11778eb5452cd366986676036bd751b66a",
-    "scales": [0, 255], "outer": [0.4296875], "offset": 1.109375,
+    "scales": [0, 255],
+    "outer": [0.4296875],
+    "offset": 1.109375,
     "outer_table": {0: -0.992968738079071, 255: 1.0},
     "values": (
         "8abee13d9a3ef3be7fbde13d47be8abe9a3e47beb8be01be6c3e9a3e5f3dc53ef3be01be2f3f01be5f3d6c3e"
         "c53e8abe7fbd7fbd2fbf01be2fbf6c3ef3bef3be00000000fb3d8e3f053f92bee0be92be4fbf2e3f5e3f1cbf"
         "0fbe0fbe7e3efb3d0fbe0fbe00000fbec5bf1cbf0fbe053f5e3f000092be89bf053f0fbe0fbec23e"
     ),
-}  # fmt: skip
+}
 PLAIN_NF4 = {
     "kind": "nf4",
     "dtype": torch.float16,
@@ -41,16 +46,21 @@ PLAIN_NF4 = {
     ),
 }
 NESTED_FP4 = {
-    "kind": "fp4", "dtype": torch.bfloat16, "shape": [3, 21], "block_size": 32,
+    "kind": "fp4",
+    "dtype": torch.bfloat16,
+    "shape": [3, 21],
+    "block_size": 32,
     "codes": "e16f91ee6efe6617c949145ceebeb4aa99135fcfa51999191191999191199990",
-    "scales": [0, 255], "outer": [0.10546875], "offset": 2.01953125,
+    "scales": [0, 255],
+    "outer": [0.10546875],
+    "offset": 2.01953125,
     "outer_table": {0: -0.992968738079071, 255: 1.0},
     "values": (
         "a3be233ca33ef5be23bc233ca3bea3bea33ea3bef5bea3bea33ea33e233cf53e23bf23bc233f23bc233c233f"
         "753f23bfa3bea3bef5bfa3bef5bf233fa3bfa3bf35bc35bc353c0840883f08bf35bf08bfb5bf883f353c35bc"
         "35bc35bc353c35bc353c353c35bc353c35bc35bc35bc353c35bc353c353c35bc35bc35bc35bc"
     ),
-}  # fmt: skip
+}
 
 
 def files(path: Path, tensors: Tensors) -> FullFiles:
@@ -76,11 +86,7 @@ def test_values_are_those_of_bitsandbytes(vector: dict[str, Any], tmp_path: Path
     codes = torch.frombuffer(bytearray.fromhex(vector["codes"]), dtype=torch.uint8)
     tensors = {NAME: codes.reshape(-1, 1), f"{NAME}.quant_map": torch.tensor(table)}
     if "outer" in vector:
-        state |= {
-            "nested_blocksize": 256,
-            "nested_dtype": "float32",
-            "nested_offset": vector["offset"],
-        }
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": vector["offset"]}
         outer_table = torch.zeros(256)
         for place, value in vector["outer_table"].items():
             outer_table[place] = value
@@ -110,9 +116,8 @@ def test_values_are_those_of_bitsandbytes(vector: dict[str, Any], tmp_path: Path
     ],
 )
 def test_shapes_blocks_and_storage(
-    kind: str, nested: bool, shape: tuple[int, int], block_size: int, storage: torch.dtype,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    kind: str, nested: bool, shape: tuple[int, int], block_size: int, storage: torch.dtype, tmp_path: Path
+) -> None:
     torch.manual_seed(shape[0])
     matrix = (torch.randn(shape) * torch.rand(shape[0], 1)).bfloat16()
     tensors, dense = quantize_in_four_bits(
@@ -217,9 +222,7 @@ def test_scales_that_are_not_finite_are_refused(part: str, tmp_path: Path) -> No
     tensors, _ = quantize_in_four_bits(NAME, torch.randn(16, 64).bfloat16())
     tensors[f"{NAME}.{part}"] = torch.full_like(tensors[f"{NAME}.{part}"], float("nan"))
     found = files(tmp_path, tensors)
-    with pytest.raises(
-        ModelError, match=r"layer\.weight cannot be read: it has scales .*not finite"
-    ):
+    with pytest.raises(ModelError, match=r"layer\.weight cannot be read: it has scales .*not finite"):
         found.read(NAME)
     with pytest.raises(ModelError, match=r"layer\.weight cannot be read: .*not finite"):
         found.coded[NAME].as_stored()

@@ -59,9 +59,7 @@ def test_values_are_those_of_the_library(name: str, tmp_path: Path) -> None:
         assert same_bits(lazy[NAME][...], matrix)
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8, one scale", "pack-quantized, 4 bits by group of 32, float16"]
-)
+@pytest.mark.parametrize("name", ["fp8, one scale", "pack-quantized, 4 bits by group of 32, float16"])
 def test_copies_of_weights_are_compared_with_dequantised_ones(name: str, tmp_path: Path) -> None:
     case = RECORDED[name]
     config = {"model_type": "llama", "quantization_config": case["config"]}
@@ -118,14 +116,7 @@ def damage(tensors: Tensors, rng: random.Random) -> None:
         kept = slice(0, rng.randrange(found.shape[0] + 1)) if found.ndim else ...
         tensors[name] = found[kept].clone()
     elif kind == 4:
-        types = (
-            torch.uint8,
-            torch.int8,
-            torch.int32,
-            torch.int64,
-            torch.float16,
-            torch.float8_e5m2,
-        )
+        types = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float8_e5m2)
         tensors[name] = found.float().to(rng.choice(types))
     else:
         octets = found.reshape(-1).view(torch.uint8)
@@ -166,10 +157,7 @@ def test_damaged_tensors_are_read_or_refused_by_name(number: int, tmp_path: Path
         for _ in range(rng.randrange(1, 3) if turn else 0):
             if tensors:
                 damage(tensors, rng)
-        save_file(
-            {name: one.contiguous() for name, one in tensors.items()},
-            tmp_path / "model.safetensors",
-        )
+        save_file({name: one.contiguous() for name, one in tensors.items()}, tmp_path / "model.safetensors")
         try:
             found = open_files(ModelSource(str(tmp_path)), stored)
             assert isinstance(found, FullFiles)

@@ -60,9 +60,7 @@ def test_weights_that_are_missing_are_named(directory: Path, name: str) -> None:
 
 def test_weights_of_another_size_are_named(directory: Path) -> None:
     edit(directory / "config.json", intermediate_size=128)
-    with pytest.raises(
-        ModelError, match=r"down_proj\.weight of .* is \[64, 96\], but .*\[64, 128\]"
-    ):
+    with pytest.raises(ModelError, match=r"down_proj\.weight of .* is \[64, 96\], but .*\[64, 128\]"):
         load(directory)
 
 
@@ -87,9 +85,7 @@ def drop_fields(file: Path, *names: str) -> None:
     file.write_text(json.dumps({name: fields[name] for name in fields if name not in names}))
 
 
-def rewrite_weights(
-    directory: Path, change: Callable[[str, torch.Tensor], tuple[str, Any]]
-) -> None:
+def rewrite_weights(directory: Path, change: Callable[[str, torch.Tensor], tuple[str, Any]]) -> None:
     file = directory / "model.safetensors"
     weights = dict(change(*item) for item in load_file(file).items())
     save_file(weights, file, metadata={"format": "pt"})
@@ -109,8 +105,15 @@ def write_old_fields(directory: Path) -> None:
     """As transformers before release 5 wrote configurations."""
     file = directory / "config.json"
     drop_fields(file, "dtype", "rope_parameters")
-    edit(file, torch_dtype="float32", transformers_version="4.30.0", rope_theta=10000.0,
-         rope_scaling=None, pretraining_tp=1, use_cache=False)  # fmt: skip
+    edit(
+        file,
+        torch_dtype="float32",
+        transformers_version="4.30.0",
+        rope_theta=10000.0,
+        rope_scaling=None,
+        pretraining_tp=1,
+        use_cache=False,
+    )
 
 
 def become_links(directory: Path) -> None:
@@ -174,9 +177,7 @@ def test_pickled_weights_are_refused_by_name(directory: Path) -> None:
         (["m.gguf", "config.json"], ".", "holds m.gguf, a GGUF file"),
     ],
 )
-def test_gguf_is_refused_with_what_to_do(
-    files: list[str], path: str, expected: str, tmp_path: Path
-) -> None:
+def test_gguf_is_refused_with_what_to_do(files: list[str], path: str, expected: str, tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).write_bytes(b"{}")
     with pytest.raises(ModelError) as refusal:
@@ -250,10 +251,7 @@ def test_a_name_that_is_neither_a_directory_nor_in_the_cache(name: str) -> None:
 
 @pytest.mark.parametrize("is_peft_there", [True, False])
 def test_an_adapter_beside_the_weights_is_not_applied(
-    directory: Path,
-    is_peft_there: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    directory: Path, is_peft_there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """transformers applies it where PEFT can be imported, and only there."""
     for module in (auto_factory, peft_integration):
@@ -341,9 +339,7 @@ def test_layers_of_an_inner_configuration_are_looked_at(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_generation_defaults(
-    directory: Path, stated: dict[str, Any], expected: GenerationDefaults
-) -> None:
+def test_generation_defaults(directory: Path, stated: dict[str, Any], expected: GenerationDefaults) -> None:
     (directory / "generation_config.json").write_text(json.dumps(stated))
     assert defaults(directory) == expected
 
@@ -361,19 +357,24 @@ def test_defaults_that_no_request_may_have_are_left_out(
     assert "top_p is 0.0" in caplog.text
 
 
-def test_settings_that_are_not_applied_are_named(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_that_are_not_applied_are_named(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     stated = {
-        "no_repeat_ngram_size": 3, "suppress_tokens": [5], "bad_words_ids": [[7]], "num_beams": 4,
-        "forced_bos_token_id": 0, "forced_eos_token_id": None, "begin_suppress_tokens": [],
-        "guidance_scale": 1.0, "min_length": 0, "typical_p": 1, "max_length": 4096,
-    }  # fmt: skip
+        "no_repeat_ngram_size": 3,
+        "suppress_tokens": [5],
+        "bad_words_ids": [[7]],
+        "num_beams": 4,
+        "forced_bos_token_id": 0,
+        "forced_eos_token_id": None,
+        "begin_suppress_tokens": [],
+        "guidance_scale": 1.0,
+        "min_length": 0,
+        "typical_p": 1,
+        "max_length": 4096,
+    }
     (directory / "generation_config.json").write_text(json.dumps(stated))
     assert defaults(directory) == GenerationDefaults((2,), {})
-    assert (
-        "bad_words_ids, forced_bos_token_id, no_repeat_ngram_size, num_beams, suppress_tokens;"
-        in (caplog.text)
+    assert "bad_words_ids, forced_bos_token_id, no_repeat_ngram_size, num_beams, suppress_tokens;" in (
+        caplog.text
     )
     caplog.clear()
     (directory / "generation_config.json").write_text('{"min_length": 0, "max_length": 4096}')

@@ -18,12 +18,7 @@ from corun.gpu.model.rope import guard_longrope
 from corun.gpu.model.source import ModelSource, load_config
 from corun.runtime.errors import ModelError
 from support.architectures import make_model, mostly, save_model
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 CPU = torch.device("cpu")
@@ -52,9 +47,7 @@ def test_admits(name: str, tmp_path: Path) -> None:
     assert probe(save_model(name, tmp_path)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("gemma2", torch.float16), ("mixtral", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("gemma2", torch.float16), ("mixtral", torch.bfloat16)])
 def test_admits_half_types(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert 0 < probe(save_model(name, tmp_path), dtype) < 0.3
 
@@ -62,23 +55,27 @@ def test_admits_half_types(name: str, dtype: torch.dtype, tmp_path: Path) -> Non
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": (SHAPE, "attention interface"),
     "bloom": ({"hidden_size": 64, "n_layer": 2, "n_head": 4}, "never calls .* attention interface"),
-    "mpt": ({"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
-            "never calls .* attention interface"),
+    "mpt": (
+        {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+        "never calls .* attention interface",
+    ),
     "gpt_neo": (
-        {"hidden_size": 64, "num_layers": 2, "num_heads": 4,
-         "attention_types": [[["global", "local"], 1]]},
+        {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
         "attention interface",
     ),
-    "mamba": (
-        {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
-        "linear_attention|never calls",
-    ),
+    "mamba": ({"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}, "linear_attention|never calls"),
     "bamba": (
-        {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 96, "mamba_n_heads": 8,
-         "mamba_d_head": 16, "attn_layer_indices": [1]},
+        {
+            **SHAPE,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "attn_layer_indices": [1],
+        },
         "linear_attention|1 of 2 layers",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
@@ -171,8 +168,7 @@ def test_nothing_stays_registered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"),
-    [("./nowhere", "no such model directory"), ("{empty}", "no config.json")],
+    ("path", "reason"), [("./nowhere", "no such model directory"), ("{empty}", "no config.json")]
 )
 def test_missing_models_are_named(path: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=reason):

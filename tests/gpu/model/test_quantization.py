@@ -39,9 +39,7 @@ PLAIN_CONFIG = SimpleNamespace()
 
 
 def gptq_config(bits: int = 4) -> SimpleNamespace:
-    return SimpleNamespace(
-        quantization_config={"quant_method": "gptq", "bits": bits, "group_size": 64}
-    )
+    return SimpleNamespace(quantization_config={"quant_method": "gptq", "bits": bits, "group_size": 64})
 
 
 def nf4_config() -> SimpleNamespace:
@@ -53,9 +51,7 @@ def plan(config: Any = PLAIN_CONFIG, **options: Any) -> Quantization | None:
     return plan_quantization(config_of, config, torch.device(config_of.device))
 
 
-def load(
-    model: Path, planned: Quantization, kept: Path | None = None
-) -> tuple[PreTrainedModel, Weights]:
+def load(model: Path, planned: Quantization, kept: Path | None = None) -> tuple[PreTrainedModel, Weights]:
     """The model with its linears replaced, as an engine does it."""
     source, context = ModelSource(str(model)), StepContext()
     linears = QuantizedLinears(source, load_config(source), planned, kept)
@@ -70,11 +66,7 @@ def load(
 
 
 def backends(model: PreTrainedModel) -> dict[str, Any]:
-    return {
-        path: module.backend
-        for path, module in model.named_modules()
-        if isinstance(module, CorunLinear)
-    }
+    return {path: module.backend for path, module in model.named_modules() if isinstance(module, CorunLinear)}
 
 
 @pytest.fixture
@@ -101,15 +93,11 @@ def test_nf4_is_kept_in_bfloat16_on_the_cpu() -> None:
     """Otherwise its matrices are full ones, of which integers are made if they are asked for."""
     stored = StoredQuantization("bitsandbytes", levels="nf4")
     for dtype in ("auto", "bfloat16"):
-        assert plan(nf4_config(), dtype=dtype) == Quantization(
-            None, None, stored, keeps_levels=True
-        )
+        assert plan(nf4_config(), dtype=dtype) == Quantization(None, None, stored, keeps_levels=True)
     for options in ({"dtype": "float32"}, {"quantization": "off"}):
         assert plan(nf4_config(), **options) == Quantization(None, None, stored)
     assert plan(nf4_config(), quantization="int4") == Quantization(4, 8, stored)
-    assert plan(nf4_config(), lm_head_quantization="int8") == Quantization(
-        None, 8, stored, keeps_levels=True
-    )
+    assert plan(nf4_config(), lm_head_quantization="int8") == Quantization(None, 8, stored, keeps_levels=True)
 
 
 @pytest.mark.parametrize(
@@ -132,23 +120,15 @@ def test_nf4_is_kept_in_bfloat16_on_the_cpu() -> None:
             {"lm_head_quantization": "int8", "device": "cuda"},
             "--lm-head-quantization int8 is supported only on the CPU",
         ),
-        (
-            gptq_config(8),
-            {"quantization": "int4"},
-            "is int4, but the checkpoint is already in int8",
-        ),
+        (gptq_config(8), {"quantization": "int4"}, "is int4, but the checkpoint is already in int8"),
     ],
 )
-def test_options_that_contradict_are_refused(
-    config: Any, options: dict[str, Any], reason: str
-) -> None:
+def test_options_that_contradict_are_refused(config: Any, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         plan(config, **options)
 
 
-def test_products_are_of_bfloat16_unless_another_type_is_asked_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_products_are_of_bfloat16_unless_another_type_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     assert check_dtype(torch.float16, INT8, is_chosen=False) == torch.bfloat16
     assert check_dtype(torch.bfloat16, INT8, is_chosen=True) == torch.bfloat16
     nf4 = Quantization(None, None, StoredQuantization("bitsandbytes"))
@@ -201,8 +181,7 @@ def test_the_head_stays_by_choice(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "planned",
-    [INT8, pytest.param(W8A8, marks=pytest.mark.skipif(not has_integer_dot(), reason="no VNNI"))],
+    "planned", [INT8, pytest.param(W8A8, marks=pytest.mark.skipif(not has_integer_dot(), reason="no VNNI"))]
 )
 def test_a_second_start_reads_what_the_first_has_made(
     planned: Quantization, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,9 +206,7 @@ def test_a_copy_of_the_checkpoint_is_the_same_content(model: Path, tmp_path: Pat
     assert len(list(kept.glob("*.weights"))) == 1
 
 
-def test_a_damaged_file_is_made_again(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_made_again(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = tmp_path / "kept"
     first, _ = load(model, INT8, kept)
     (path,) = kept.glob("*.weights")
@@ -274,9 +251,7 @@ def test_a_wrong_product_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch
         load(model, INT8)
 
 
-def store_as_integers(
-    directory: Path, field: str = "quantization_config"
-) -> dict[str, torch.Tensor]:
+def store_as_integers(directory: Path, field: str = "quantization_config") -> dict[str, torch.Tensor]:
     """Make a checkpoint of compressed-tensors of one; returns its dequantised matrices.
 
     ``field``: of config.json, under which the method describes itself.
@@ -321,12 +296,9 @@ def test_a_quantised_checkpoint_is_taken_as_it_is(model: Path, tmp_path: Path, f
 
 
 @pytest.mark.parametrize(
-    ("form", "name"),
-    [("gptq act-order", "int4/32"), ("awq", "int4/32"), ("compressed mxfp4", "mxfp4")],
+    ("form", "name"), [("gptq act-order", "int4/32"), ("awq", "int4/32"), ("compressed mxfp4", "mxfp4")]
 )
-def test_groups_of_32_are_served_as_stored(
-    model: Path, tmp_path: Path, form: str, name: str
-) -> None:
+def test_groups_of_32_are_served_as_stored(model: Path, tmp_path: Path, form: str, name: str) -> None:
     """Also inputs of 96; from the checkpoint, and from what is kept."""
     stored = store_in(form, model, tmp_path / "stored")
     planned = plan(load_config(ModelSource(str(stored))))
@@ -351,10 +323,7 @@ def test_a_checkpoint_in_nf4_is_read_in_full(
     planned = plan(load_config(ModelSource(str(four_bit))), quantization="off")
     assert planned is not None
     made, weights = load(four_bit, planned, tmp_path / "kept")
-    assert (
-        "14 matrices of the checkpoint are quantised (bitsandbytes); 14 of them are read"
-        in caplog.text
-    )
+    assert "14 matrices of the checkpoint are quantised (bitsandbytes); 14 of them are read" in caplog.text
     dense = load_file(model / "model.safetensors")
     for path, backend in backends(made).items():
         assert torch.equal(backend.weight, dense[f"{path}.weight"])
@@ -460,9 +429,13 @@ def test_a_start_needs_little_more_than_what_it_leaves(
     """A float32 checkpoint of 200 MiB, in another process, to measure its peak."""
     script = Path(__file__).parents[2] / "support" / "quantized_start.py"
     done = subprocess.run(
-        [sys.executable, "-P", str(script), mode, str(tmp_path)], capture_output=True, text=True,
-        timeout=110, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        [sys.executable, "-P", str(script), mode, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     weight_bytes, grown_bytes = map(int, done.stdout.split())
     assert weight_bytes < max_weight_mib * 2**20
     # Beside it a matrix on its way, and what the libraries take; all of it in bfloat16 are 100 MiB.

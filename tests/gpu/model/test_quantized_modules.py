@@ -41,11 +41,7 @@ def has_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modules_are_for_cuda_and_for_matrices_as_stored(entry: dict[str, Any]) -> None:
     planned = plan(entry)
     assert planned is not None and planned.has_modules and planned.label.count("as modules") == 1
-    for device, options in (
-        ("cpu", {}),
-        ("cpu", {"quantization": "off"}),
-        ("cuda", {"quantization": "off"}),
-    ):
+    for device, options in (("cpu", {}), ("cpu", {"quantization": "off"}), ("cuda", {"quantization": "off"})):
         other = plan(entry, device, **options)
         assert other is not None and not other.has_modules and other.label != planned.label
     with pytest.raises(ConfigError, match="--quantization int8 is supported only on the CPU"):
@@ -63,9 +59,7 @@ def test_other_formats_are_full_on_cuda(entry: dict[str, Any]) -> None:
 def test_missing_packages_are_named(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {"bitsandbytes": four_bit_config(), "fp8": FORMATS["fp8"][1], "gptq": GPTQ, "awq": AWQ}
     missing = MODULE_PACKAGES[method][1:]
-    monkeypatch.setattr(
-        quantization_plan, "find_spec", lambda name: None if name in missing else object()
-    )
+    monkeypatch.setattr(quantization_plan, "find_spec", lambda name: None if name in missing else object())
     with pytest.raises(ConfigError) as raised:
         plan(entry[method])
     assert str(raised.value) == (

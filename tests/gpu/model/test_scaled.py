@@ -28,8 +28,7 @@ def files(path: Path, tensors: Tensors, config: dict[str, Any]) -> WeightFiles:
     (path / "config.json").write_text("{}")
     save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors")
     found = open_files(
-        ModelSource(str(path)),
-        read_stored_quantization(SimpleNamespace(quantization_config=config)),
+        ModelSource(str(path)), read_stored_quantization(SimpleNamespace(quantization_config=config))
     )
     assert isinstance(found, FullFiles)
     return found
@@ -48,10 +47,14 @@ def floats(*shape: int) -> torch.Tensor:
     ("shape", "grid"),
     [
         ((200, 130), (2, 2)),  # the last blocks are smaller
-        ((3, 130, 200), (3, 2, 2)), ((3, 16, 24), (3,)), ((3, 16, 24), (3, 1, 1)),
-        ((16, 24), (16, 1)), ((16, 24), (16,)), ((16, 24), (1,)),
+        ((3, 130, 200), (3, 2, 2)),
+        ((3, 16, 24), (3,)),
+        ((3, 16, 24), (3, 1, 1)),
+        ((16, 24), (16, 1)),
+        ((16, 24), (16,)),
+        ((16, 24), (1,)),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 def test_blocks_rows_and_experts(
     shape: tuple[int, ...], grid: tuple[int, ...], dtype: torch.dtype, tmp_path: Path

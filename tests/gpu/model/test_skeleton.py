@@ -59,9 +59,7 @@ def as_served(source: ModelSource) -> TargetMap:
     """Load the weights and run the model, as a start does."""
     hook = PagedAttentionHook(StepContext())
     try:
-        model = load_model(
-            source, load_config(source), torch.float32, torch.device("cpu"), hook.name
-        )
+        model = load_model(source, load_config(source), torch.float32, torch.device("cpu"), hook.name)
         target_map = build_target_map(model)
         paths = [target.path for target in target_map.targets]
         calls = record_calls(model, paths, lambda: record_attention(model, hook))

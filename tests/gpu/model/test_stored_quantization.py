@@ -145,9 +145,7 @@ def test_gptq(tmp_path: Path, form: str, offset: int, group_size: int) -> None:
     check(tmp_path, matrix, matrix.gptq(offset), stored)
 
 
-@pytest.mark.parametrize(
-    ("packing", "offset"), [("auto_gptq", 1), ("gptq", 1), ("gptqmodel", 0), (None, 1)]
-)
+@pytest.mark.parametrize(("packing", "offset"), [("auto_gptq", 1), ("gptq", 1), ("gptqmodel", 0), (None, 1)])
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_auto_round(tmp_path: Path, packing: str | None, offset: int, group_size: int) -> None:
     form = packing and f"auto_round:{packing}"
@@ -223,9 +221,7 @@ def gptq(**changes: Any) -> dict[str, Any]:
 
 
 def awq(**changes: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", **changes,
-    }  # fmt: skip
+    return {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", **changes}
 
 
 def compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:

@@ -43,12 +43,7 @@ def grouped(model: PreTrainedModel) -> dict[int, dict[int, set[str]]]:
     return found
 
 
-_LLAMA_GROUPS = [
-    {"q_proj", "k_proj", "v_proj"},
-    {"o_proj"},
-    {"gate_proj", "up_proj"},
-    {"down_proj"},
-]
+_LLAMA_GROUPS = [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}]
 
 
 @pytest.mark.parametrize(
@@ -62,10 +57,7 @@ _LLAMA_GROUPS = [
         ("starcoder2", [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"c_fc"}, {"c_proj"}]),
         ("mixtral", [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}]),
         # Attention and MLP of Cohere read the same normalised x.
-        (
-            "cohere",
-            [{"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"o_proj"}, {"down_proj"}],
-        ),
+        ("cohere", [{"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"o_proj"}, {"down_proj"}]),
     ],
 )
 def test_groups_per_layer(name: str, groups: list[set[str]]) -> None:
@@ -153,16 +145,12 @@ def test_linears_behind_the_decoder_are_refused() -> None:
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
 def test_projections_that_layers_with_shared_kv_lack(model_type: str) -> None:
     types = ["sliding_attention", "full_attention"] * 2
-    config = AutoConfig.for_model(
-        model_type, num_hidden_layers=4, num_kv_shared_layers=2, layer_types=types
-    )
+    config = AutoConfig.for_model(model_type, num_hidden_layers=4, num_kv_shared_layers=2, layer_types=types)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     target_map = build_target_map(model)
     assert [one.path for one in target_map.unused] == [
-        f"model.layers.{layer}.self_attn.{name}"
-        for layer in (2, 3)
-        for name in ("k_proj", "v_proj")
+        f"model.layers.{layer}.self_attn.{name}" for layer in (2, 3) for name in ("k_proj", "v_proj")
     ]
     outside = [target.path for target in target_map.targets if not target.is_inside]
     assert "model.per_layer_model_projection" in outside
@@ -210,16 +198,28 @@ def test_linears_outside_of_the_layers_belong_to_the_layer_beside_them() -> None
     linears = ("before", "layers.0.a", "layers.1.a", "between", "behind", "twice", "pooled", "head")
     targets = tuple(
         Target(
-            index, path, int(path[7]) if "layers" in path else 0, index, 8, 8, path,
-            is_inside="layers" in path, is_head=path == "head",
+            index,
+            path,
+            int(path[7]) if "layers" in path else 0,
+            index,
+            8,
+            8,
+            path,
+            is_inside="layers" in path,
+            is_head=path == "head",
         )
         for index, path in enumerate(linears)
-    )  # fmt: skip
+    )
     calls = {
-        "before": Calls(0, 1, 5), "layers.0.a": Calls(1, 1, 5), "between": Calls(2, 1, 5),
-        "layers.1.a": Calls(3, 1, 5), "behind": Calls(4, 1, 5), "twice": Calls(5, 2, 5),
-        "pooled": Calls(6, 1, 1), "head": Calls(7, 1, 5),
-    }  # fmt: skip
+        "before": Calls(0, 1, 5),
+        "layers.0.a": Calls(1, 1, 5),
+        "between": Calls(2, 1, 5),
+        "layers.1.a": Calls(3, 1, 5),
+        "behind": Calls(4, 1, 5),
+        "twice": Calls(5, 2, 5),
+        "pooled": Calls(6, 1, 1),
+        "head": Calls(7, 1, 5),
+    }
     found = with_calls(TargetMap(targets, {}), calls)
     assert {one.path: (one.layer, one.input_group) for one in found.targets} == {
         "before": (0, -1),

@@ -86,9 +86,7 @@ def test_kernels_and_operations_in_their_order() -> None:
     assert kernels == [7]
 
 
-@pytest.mark.parametrize(
-    "tag", [BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES], ids=lambda tag: tag.dtype.name
-)
+@pytest.mark.parametrize("tag", [BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES], ids=lambda tag: tag.dtype.name)
 def test_linears_of_each_arithmetic_are_captured(tag: np.generic) -> None:
     """For each back end, not only the machine's choice."""
     if tag is BFLOAT16_DOT and not process_isa().has_bfloat16_dot:

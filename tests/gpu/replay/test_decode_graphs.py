@@ -43,9 +43,7 @@ class DecodePasses:
 
     def __init__(self, directory: Path, *, dtype: str, decode_graphs: str = "auto") -> None:
         options: dict[str, Any] = {"block_size": _BLOCK_SIZE, "decode_graphs": decode_graphs}
-        self.loaded = load_tiny(
-            EngineConfig(model=str(directory), device="cpu", dtype=dtype, **options)
-        )
+        self.loaded = load_tiny(EngineConfig(model=str(directory), device="cpu", dtype=dtype, **options))
         self.runner = assemble.make_runner(self.loaded, _NUM_REQUESTS * _MAX_BLOCKS)
         self._rng = random.Random(0)
         self._generator = torch.Generator().manual_seed(0)
@@ -101,8 +99,7 @@ class DecodePasses:
     def _inputs(self, requests: list[Request], num_tokens: list[int]) -> ForwardInputs:
         # Every second block, so that tables are not contiguous.
         tables = [
-            (np.arange(_MAX_BLOCKS, dtype=np.int32) * _NUM_REQUESTS + request.number)
-            for request in requests
+            (np.arange(_MAX_BLOCKS, dtype=np.int32) * _NUM_REQUESTS + request.number) for request in requests
         ]
         spans = list(zip(requests, num_tokens, strict=True))
         rows = PackedRows(
@@ -132,11 +129,7 @@ class AskedPass:
         """Nothing yet."""
 
     def add(
-        self,
-        group: Hashable,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
+        self, group: Hashable, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int]
     ) -> None:
         """What the inner pass adds."""
         self.num_asked += 1
@@ -314,9 +307,7 @@ def test_a_replay_that_differs_turns_graphs_off(
         norm = passes.runner.model.model.norm
         scale = iter(range(2, 100))
         forward = norm.forward
-        monkeypatch.setattr(
-            norm, "forward", lambda x, scale=scale, forward=forward: forward(x) * next(scale)
-        )
+        monkeypatch.setattr(norm, "forward", lambda x, scale=scale, forward=forward: forward(x) * next(scale))
     with caplog.at_level(logging.WARNING, logger="corun"):
         for _ in range(6):
             llama.decode(0)

@@ -24,9 +24,7 @@ _TASK = DeltaTask(
 )
 
 
-def test_every_back_end_is_measured_at_every_shape(
-    capfdbinary: pytest.CaptureFixture[bytes],
-) -> None:
+def test_every_back_end_is_measured_at_every_shape(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     backends = [make_backend("numba"), make_backend("numpy")]
     report = measure(msgspec.structs.replace(_TASK, repeats=Repeats(60.0, 1, 1)), backends)
     shapes = [(p.num_tokens, p.rank, p.group) for p in report.points]

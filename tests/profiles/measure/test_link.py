@@ -40,9 +40,7 @@ def test_a_paced_link_is_found_again() -> None:
 class CountedCopies:
     """A stopwatch that shows the nominal time of the copies so far."""
 
-    def __init__(
-        self, device: Any, *, byte_s: float, copy_s: float, disturbed_s: float = 0.0
-    ) -> None:
+    def __init__(self, device: Any, *, byte_s: float, copy_s: float, disturbed_s: float = 0.0) -> None:
         self.num_copies = 0
         self._device = device
         self._byte_s = byte_s
@@ -95,9 +93,7 @@ def test_copies_are_timed_by_marks_around_many_bytes(measure: Measure) -> None:
     assert times.model.bytes_per_s == pytest.approx(2**30)
     assert times.model.latency_s == pytest.approx(2.0**-16)
     single_s = 2.0**-10 + 2.0**-16
-    assert [point.bytes_per_s for point in times.points[:2]] == pytest.approx(
-        [2**20 / single_s] * 2
-    )
+    assert [point.bytes_per_s for point in times.points[:2]] == pytest.approx([2**20 / single_s] * 2)
     assert times.left_out == ()
     assert watch.num_bytes >= 4 * 3 * 64 * 2**20
 

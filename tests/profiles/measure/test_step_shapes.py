@@ -20,10 +20,7 @@ from corun.profiles.step_time import forward_s, num_keys
 from support.profiles import PROFILE
 
 _SIZES = StepSizes(
-    decode_rows=(1, 4, 16),
-    chunk_tokens=(16, 64, 256),
-    context_tokens=(256, 2048),
-    max_kv_tokens=8192,
+    decode_rows=(1, 4, 16), chunk_tokens=(16, 64, 256), context_tokens=(256, 2048), max_kv_tokens=8192
 )
 _TRUTH = replace(PROFILE.model, step_s=Curve((1.0, 64.0, 256.0), (0.001, 0.004, 0.012)))
 
@@ -39,12 +36,8 @@ def _curves() -> tuple[Curve, Curve]:
     key_s, decode_key_s = _TRUTH.prefill_s_per_token_key, _TRUTH.decode_s_per_key
     num_context = DECODE_CONTEXT_TOKENS + 1
     return (
-        Curve(
-            prefill_s.x, tuple(prefill_s.at(x) + key_s * num_keys(int(x), 0) for x in prefill_s.x)
-        ),
-        Curve(
-            decode_s.x, tuple(decode_s.at(x) + decode_key_s * x * num_context for x in decode_s.x)
-        ),
+        Curve(prefill_s.x, tuple(prefill_s.at(x) + key_s * num_keys(int(x), 0) for x in prefill_s.x)),
+        Curve(decode_s.x, tuple(decode_s.at(x) + decode_key_s * x * num_context for x in decode_s.x)),
     )
 
 

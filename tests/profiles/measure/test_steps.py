@@ -21,9 +21,7 @@ from support.executor_device import ExecutorDevice
 
 _BLOCK_SIZE = 4
 _SHAPES = step_shapes(
-    StepSizes(
-        decode_rows=(1, 2, 4), chunk_tokens=(8, 12), context_tokens=(16, 48), max_kv_tokens=96
-    )
+    StepSizes(decode_rows=(1, 2, 4), chunk_tokens=(8, 12), context_tokens=(16, 48), max_kv_tokens=96)
 )
 _PREFILL = Curve((4.0, 8.0, 16.0), (4e-6, 8e-6, 16e-6))
 _ONCE = Repeats(60.0, 1, 1)
@@ -47,9 +45,7 @@ def _measure(
     return bench.measure(shapes, _PREFILL, repeats, lambda done, total: None)
 
 
-def test_steps_run_as_they_are_said(
-    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_run_as_they_are_said(device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     assert StepBench.num_blocks(_SHAPES, _BLOCK_SIZE) <= device.runner.pool.num_blocks
     ran: list[StepShape] = []
     forward = device.runner.forward
@@ -105,9 +101,7 @@ def test_forwards_are_those_beside_the_steps(device: ExecutorDevice) -> None:
     assert times.prefill_s.y == pytest.approx((8e-6, 16e-6, 24e-6, 32e-6))
 
 
-def test_a_step_that_fails_is_no_measurement(
-    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_is_no_measurement(device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("out of memory")
 

@@ -38,11 +38,7 @@ class _Inner:
         self.calls.append(("begin", group))
 
     def add(
-        self,
-        group: Hashable,
-        x: torch.Tensor,
-        ys: Sequence[torch.Tensor],
-        target_indices: Sequence[int],
+        self, group: Hashable, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int]
     ) -> None:
         self.calls.append(("add", group))
 
@@ -58,12 +54,7 @@ def test_begin_base_and_add_are_told_apart() -> None:
         GroupSpan(0, 0, begin_s=2.0, base_s=3.0, add_s=4.0),
         GroupSpan(0, 1, begin_s=6.0, base_s=7.0, add_s=8.0),
     )
-    assert inner.calls == [
-        ("begin", (0, 0)),
-        ("add", (0, 0)),
-        ("begin", (0, 1)),
-        ("add", (0, 1)),
-    ]
+    assert inner.calls == [("begin", (0, 0)), ("add", (0, 0)), ("begin", (0, 1)), ("add", (0, 1))]
 
 
 def test_without_anything_inside_it_only_marks() -> None:

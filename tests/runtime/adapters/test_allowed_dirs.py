@@ -34,9 +34,7 @@ def test_path_comes_back_without_links(allowed: Path) -> None:
         assert resolve_allowed(str(path), [str(allowed)]) == str((allowed / "good").resolve())
 
 
-def test_any_of_the_directories_will_do_and_may_itself_be_a_link(
-    allowed: Path, tmp_path: Path
-) -> None:
+def test_any_of_the_directories_will_do_and_may_itself_be_a_link(allowed: Path, tmp_path: Path) -> None:
     (tmp_path / "store").symlink_to(allowed)
     roots = [str(tmp_path / "none"), str(tmp_path / "store")]
     assert resolve_allowed(str(tmp_path / "store" / "good"), roots) == str(allowed / "good")
@@ -50,10 +48,18 @@ def test_outside_and_not_there_get_one_answer(allowed: Path, tmp_path: Path) -> 
     stolen.mkdir()
     (stolen / "adapter_model.safetensors").symlink_to("/etc/passwd")
     paths = [
-        "/etc", "/no/such/directory", "", "\0", "a" * 5000, str(allowed / "missing"),
-        str(allowed / ".." / "allowed-not" / "other"), str(allowed / "out"), str(allowed / "loop"),
-        str(stolen), str(allowed / "good" / "adapter_config.json"),
-    ]  # fmt: skip
+        "/etc",
+        "/no/such/directory",
+        "",
+        "\0",
+        "a" * 5000,
+        str(allowed / "missing"),
+        str(allowed / ".." / "allowed-not" / "other"),
+        str(allowed / "out"),
+        str(allowed / "loop"),
+        str(stolen),
+        str(allowed / "good" / "adapter_config.json"),
+    ]
     assert len({refusal(path, allowed) for path in paths}) == 1
 
 
@@ -73,8 +79,7 @@ def test_a_path_that_does_not_answer_holds_up_no_event_loop(
 
     async def run() -> None:
         waiting = [
-            asyncio.ensure_future(allowed_path(f"{dead}/{number}", [str(allowed)]))
-            for number in range(8)
+            asyncio.ensure_future(allowed_path(f"{dead}/{number}", [str(allowed)])) for number in range(8)
         ]
         assert await allowed_path(str(allowed / "good"), [str(allowed)]) == str(allowed / "good")
         assert await allowed_path(dead, []) == dead

@@ -22,9 +22,7 @@ _NAME = "adapter_model.safetensors"
 
 def write(directory: Path, **tensors: np.ndarray) -> Path:
     directory.mkdir(exist_ok=True)
-    save_file(
-        tensors or {"b": np.zeros((2, 1), np.float16), "a": np.arange(3.0)}, directory / _NAME
-    )
+    save_file(tensors or {"b": np.zeros((2, 1), np.float16), "a": np.arange(3.0)}, directory / _NAME)
     return directory
 
 
@@ -138,9 +136,7 @@ def test_a_file_larger_than_any_adapter_is_not_read(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_file_that_grows_while_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path) / _NAME
     fstat = os.fstat
 
@@ -181,9 +177,7 @@ def test_the_same_as_the_library_reads(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for dtype in (np.float16, np.float32, np.int8, np.uint64, np.bool_):
         for index, shape in enumerate(((), (0,), (3, 5), (2, 1, 4))):
-            values = {
-                f"{name}{index}": generator.integers(0, 2, shape).astype(dtype) for name in "zab"
-            }
+            values = {f"{name}{index}": generator.integers(0, 2, shape).astype(dtype) for name in "zab"}
             save_file(values, tmp_path / _NAME, metadata={"format": "pt"})
             found = read(tmp_path)
             assert [raw.name for raw, _ in found] == sorted(values)

@@ -11,11 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from corun.runtime.adapters import convention_files
-from corun.runtime.adapters.convention_files import (
-    ConventionReader,
-    settled_stamps_of,
-    stamps_of,
-)
+from corun.runtime.adapters.convention_files import ConventionReader, settled_stamps_of, stamps_of
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.vocabulary import BaseTokens
 from corun.runtime.demo import demo_model_path
@@ -49,16 +45,12 @@ def write(folder: Path, **files: Any) -> None:
             path.write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def test_a_folder_without_any_has_those_of_the_base(
-    reader: ConventionReader, tmp_path: Path
-) -> None:
+def test_a_folder_without_any_has_those_of_the_base(reader: ConventionReader, tmp_path: Path) -> None:
     assert reader.read(tmp_path) == NO_CONVENTIONS
     assert reader.read(tmp_path / "nowhere") == NO_CONVENTIONS
 
 
-def test_a_template_is_read_as_transformers_reads_it(
-    reader: ConventionReader, tmp_path: Path
-) -> None:
+def test_a_template_is_read_as_transformers_reads_it(reader: ConventionReader, tmp_path: Path) -> None:
     write(tmp_path, chat_template__jinja=b"\xc3\xa9\r\nx\ry")
     assert reader.read(tmp_path).template == "é\nx\ny"
 
@@ -79,9 +71,7 @@ def test_a_byte_order_mark_is_part_of_a_template_as_in_transformers(
 
 def test_the_base_tokenizer_beside_it_is_no_other(reader: ConventionReader, tmp_path: Path) -> None:
     write(tmp_path, chat_template__jinja=TEMPLATE, tokenizer__json=BASE_TOKENIZER.read_text())
-    assert reader.read(tmp_path) == AdapterConventions(
-        TEMPLATE, digest=reader.read(tmp_path).digest
-    )
+    assert reader.read(tmp_path) == AdapterConventions(TEMPLATE, digest=reader.read(tmp_path).digest)
 
 
 def _tokenizer(**token: Any) -> dict[str, Any]:
@@ -97,9 +87,7 @@ def test_tokens_that_a_tokenizer_adds_are_told(
     write(tmp_path, chat_template__jinja=TEMPLATE, tokenizer__json=pad)
     found = reader.read(tmp_path)
     assert found.template == TEMPLATE
-    assert [(one.content, one.token_id) for one in found.tokens.added] == [
-        ("<pad>", len(tokens.ids))
-    ]
+    assert [(one.content, one.token_id) for one in found.tokens.added] == [("<pad>", len(tokens.ids))]
 
 
 def test_a_unigram_vocabulary_is_by_position(tokens: BaseTokens, tmp_path: Path) -> None:
@@ -145,11 +133,7 @@ def test_the_same_tokenizer_is_compared_once(
     ],
 )
 def test_what_cannot_be_read_refuses_conversations_and_it_is_said(
-    reader: ConventionReader,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    files: Any,
-    reason: str,
+    reader: ConventionReader, tmp_path: Path, caplog: pytest.LogCaptureFixture, files: Any, reason: str
 ) -> None:
     write(tmp_path, **{"chat_template__jinja": TEMPLATE} | files)
     with caplog.at_level(logging.WARNING):
@@ -161,8 +145,7 @@ def test_what_cannot_be_read_refuses_conversations_and_it_is_said(
 
 
 @pytest.mark.parametrize(
-    ("limit", "name"),
-    [("_MAX_JSON_BYTES", "added_tokens.json"), ("_MAX_TOKENIZER_BYTES", "tokenizer.json")],
+    ("limit", "name"), [("_MAX_JSON_BYTES", "added_tokens.json"), ("_MAX_TOKENIZER_BYTES", "tokenizer.json")]
 )
 def test_files_over_their_limits_are_not_read(
     reader: ConventionReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, name: str

@@ -22,9 +22,7 @@ def read(
     names = """
         processor_template tokenizer_config special_tokens_map added_tokens generation_config
     """.split()
-    contents = ConventionContents(
-        template=template, **{name: files.pop(name, {}) for name in names}
-    )
+    contents = ConventionContents(template=template, **{name: files.pop(name, {}) for name in names})
     assert not files
     return conventions_of(contents, tokenizer or TokenDifferences(), BASE)
 
@@ -63,9 +61,7 @@ def test_the_template_of_a_processor_is_the_last_that_is_taken() -> None:
     processor = {"chat_template": "of the processor"}
     assert read(processor_template=processor)[0].template == "of the processor"
     config = {"chat_template": "of the tokenizer"}
-    assert read(processor_template=processor, tokenizer_config=config)[0].template == (
-        "of the tokenizer"
-    )
+    assert read(processor_template=processor, tokenizer_config=config)[0].template == ("of the tokenizer")
     with pytest.raises(ValueError, match=r"chat_template in chat_template\.json"):
         read(processor_template={"chat_template": 3})
 

@@ -214,9 +214,7 @@ class DeadMount:
 
         def wait(future: Future[Any], timeout_s: float | None = None) -> BaseException | None:
             if timeout_s is not None:
-                wait_for(
-                    lambda: future.done() or (asked.is_set() and not FILES.is_silent(str(path)))
-                )
+                wait_for(lambda: future.done() or (asked.is_set() and not FILES.is_silent(str(path))))
             return real_wait(future, timeout_s)
 
         monkeypatch.setattr(Future, "exception", wait)
@@ -257,10 +255,7 @@ def test_an_entry_that_does_not_answer_hides_no_removal_elsewhere(
 
 @pytest.mark.usefixtures("short_deadlines")
 def test_a_directory_that_cannot_be_looked_at_is_said(
-    watched: Watched,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     assert watched.watch.state.unseen_s == 0

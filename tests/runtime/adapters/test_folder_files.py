@@ -104,9 +104,7 @@ def test_a_link_out_does_not_say_whether_its_target_exists(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_weights_and_configuration_are_read_by_the_same_rule(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_weights_and_configuration_are_read_by_the_same_rule(folder: Path, tmp_path: Path, name: str) -> None:
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
 
@@ -124,9 +122,7 @@ def test_weights_and_configuration_are_read_by_the_same_rule(
     assert is_complete(folder, elsewhere) is True
 
 
-def test_links_within_the_roots_are_followed(
-    folder: Path, roots: AdapterRoots, tmp_path: Path
-) -> None:
+def test_links_within_the_roots_are_followed(folder: Path, roots: AdapterRoots, tmp_path: Path) -> None:
     (folder / "..data").mkdir()  # as Kubernetes mounts files
     (folder / "..data" / NAME).write_text("own")
     (folder / NAME).symlink_to(f"..data/{NAME}")
@@ -279,9 +275,7 @@ def test_an_allowed_directory_that_stops_answering_stays_where_it_was(
     folder.symlink_to(write_adapter(tmp_path / "elsewhere"))
     call = file_calls.FILES.call
 
-    def silent(
-        function: Callable[..., object], path: str, timeout_s: float | None = None
-    ) -> object:
+    def silent(function: Callable[..., object], path: str, timeout_s: float | None = None) -> object:
         if path == str(tmp_path / "link"):
             raise SilentError(path, 1.0)
         return call(function, path, timeout_s)
@@ -351,9 +345,7 @@ def test_a_file_system_that_does_not_answer_is_an_error(
     assert read_peft_config(other).r == 8
 
 
-def test_a_read_that_does_not_return_is_an_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_does_not_return_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_calls, "_SLICE_S", 0.01)
     answers, real = threading.Event(), os.preadv
     with Checkpoint(folder, max_tensor_bytes=1 << 20) as checkpoint:

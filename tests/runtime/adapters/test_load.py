@@ -19,13 +19,7 @@ from corun.runtime.errors import AdapterError
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from support.architectures import make_model
-from support.peft_adapters import (
-    WEIGHTS,
-    edit_config,
-    edit_tensors,
-    rename_tensors,
-    save_adapter,
-)
+from support.peft_adapters import WEIGHTS, edit_config, edit_tensors, rename_tensors, save_adapter
 
 _TARGET_MAP = build_target_map(make_model("llama3-rope"))
 
@@ -62,9 +56,7 @@ def test_names_with_the_adapters_name_in_them(tmp_path: Path) -> None:
 def test_copies_of_the_base_are_in_no_layer(tmp_path: Path) -> None:
     """Layers have places in memory, and these have none."""
     saved = ["embed_tokens"]
-    save_adapter(
-        tmp_path, target_modules=["q_proj"], layers_to_transform=[1], modules_to_save=saved
-    )
+    save_adapter(tmp_path, target_modules=["q_proj"], layers_to_transform=[1], modules_to_save=saved)
 
     class Same:
         def differing_rows(
@@ -78,9 +70,7 @@ def test_copies_of_the_base_are_in_no_layer(tmp_path: Path) -> None:
         assert list(source.read_layers(_leave)) == [1]
 
 
-@pytest.mark.parametrize(
-    "config", [{"trainable_token_indices": [3, 5]}, {"modules_to_save": ["lm_head"]}]
-)
+@pytest.mark.parametrize("config", [{"trainable_token_indices": [3, 5]}, {"modules_to_save": ["lm_head"]}])
 def test_rows_of_tokens_that_are_not_finite(tmp_path: Path, config: dict[str, Any]) -> None:
     """Refused before there is a place for them."""
 
@@ -108,9 +98,7 @@ def test_rows_of_tokens_that_are_not_finite(tmp_path: Path, config: dict[str, An
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication="),
     ],
 )
-def test_variants_that_peft_writes_are_refused(
-    tmp_path: Path, config: dict[str, Any], field: str
-) -> None:
+def test_variants_that_peft_writes_are_refused(tmp_path: Path, config: dict[str, Any], field: str) -> None:
     save_adapter(tmp_path, **config)
     with pytest.raises(AdapterError) as caught:
         read(tmp_path)
@@ -119,12 +107,9 @@ def test_variants_that_peft_writes_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"),
-    [(0.0, "is 0 at 2"), (float("nan"), "not finite"), (float("inf"), "finite")],
+    ("value", "reason"), [(0.0, "is 0 at 2"), (float("nan"), "not finite"), (float("inf"), "finite")]
 )
-def test_magnitudes_are_checked_before_anything_is_read(
-    tmp_path: Path, value: float, reason: str
-) -> None:
+def test_magnitudes_are_checked_before_anything_is_read(tmp_path: Path, value: float, reason: str) -> None:
     """By name, when the adapter is opened, so before memory is taken for it."""
     save_adapter(tmp_path, use_dora=True)
 
@@ -157,10 +142,7 @@ def test_dora_on_an_embedding_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_expert_parameters_are_refused(tmp_path: Path) -> None:
     save_adapter(
-        tmp_path,
-        "mixtral",
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj"],
+        tmp_path, "mixtral", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]
     )
     with pytest.raises(AdapterError, match="target_parameters"):
         read(tmp_path)
@@ -224,12 +206,7 @@ def test_configurations_of_an_older_peft(tmp_path: Path) -> None:
     old = {"fan_in_fan_out", "inference_mode", "peft_type", "task_type", "bias", "lora_dropout"}
     old |= {"r", "lora_alpha", "target_modules", "base_model_name_or_path", "modules_to_save"}
     fields = json.loads((tmp_path / "adapter_config.json").read_text())
-    edit_config(
-        tmp_path,
-        **dict.fromkeys(set(fields) - old, ...),
-        enable_lora=None,
-        merge_weights=False,
-    )
+    edit_config(tmp_path, **dict.fromkeys(set(fields) - old, ...), enable_lora=None, merge_weights=False)
     assert len(read(tmp_path).adapter.targets) == 4
 
 
@@ -247,9 +224,7 @@ def save_layers(directory: Path, *, spoilt_layer: int | None = None) -> TargetMa
         targets.append(Target(layer, path, layer, 0, 2, 3, path))
         for matrix, shape in (("A", (1, 2)), ("B", (3, 1))):
             value = float(layer) + (layer == spoilt_layer)
-            tensors[f"base_model.model.{path}.lora_{matrix}.weight"] = np.full(
-                shape, value, np.float32
-            )
+            tensors[f"base_model.model.{path}.lora_{matrix}.weight"] = np.full(shape, value, np.float32)
     save_file(tensors, directory / WEIGHTS)
     return TargetMap(tuple(targets), {})
 
@@ -276,9 +251,7 @@ def test_layers_are_read_in_their_order_and_handed_over_before_they_count(tmp_pa
 
 
 @pytest.mark.parametrize("spoilt_layer", [0, 2, 11])
-def test_what_differs_from_what_was_registered_never_counts(
-    tmp_path: Path, spoilt_layer: int
-) -> None:
+def test_what_differs_from_what_was_registered_never_counts(tmp_path: Path, spoilt_layer: int) -> None:
     target_map = save_layers(tmp_path)
     digest = registered(tmp_path, target_map)
     save_layers(tmp_path, spoilt_layer=spoilt_layer)
@@ -302,9 +275,7 @@ def test_another_configuration_is_seen_before_anything_is_read(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("spoilt_layer", [None, 6])
-def test_files_that_are_written_while_they_are_read(
-    tmp_path: Path, spoilt_layer: int | None
-) -> None:
+def test_files_that_are_written_while_they_are_read(tmp_path: Path, spoilt_layer: int | None) -> None:
     """In place: the rest is read from the new bytes, which count if they are the same."""
     target_map = save_layers(tmp_path)
     digest = registered(tmp_path, target_map)

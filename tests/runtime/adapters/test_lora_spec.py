@@ -107,9 +107,7 @@ def test_a_pattern_key_that_is_no_suffix_but_the_path_itself_counts_last() -> No
 def test_effective_fields_ignore_the_order_of_names_but_not_of_patterns() -> None:
     one = make_spec(target_modules=("a", "b"), rank_pattern=(("a", 1), ("b", 2)))
     same = make_spec(
-        target_modules=("b", "a"),
-        rank_pattern=(("a", 1), ("b", 2)),
-        base_model_name_or_path="elsewhere",
+        target_modules=("b", "a"), rank_pattern=(("a", 1), ("b", 2)), base_model_name_or_path="elsewhere"
     )
     other = make_spec(target_modules=("a", "b"), rank_pattern=(("b", 2), ("a", 1)))
     assert one.effective_fields() == same.effective_fields()

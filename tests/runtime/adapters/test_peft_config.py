@@ -150,9 +150,16 @@ def test_what_an_adapter_was_trained_for_changes_nothing(task: str) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [LoHaConfig(), IA3Config(), OFTConfig(), VeraConfig(), AdaLoraConfig(total_step=9),
-     PromptTuningConfig(task_type="CAUSAL_LM"), PrefixTuningConfig(task_type="CAUSAL_LM")],
-)  # fmt: skip
+    [
+        LoHaConfig(),
+        IA3Config(),
+        OFTConfig(),
+        VeraConfig(),
+        AdaLoraConfig(total_step=9),
+        PromptTuningConfig(task_type="CAUSAL_LM"),
+        PrefixTuningConfig(task_type="CAUSAL_LM"),
+    ],
+)
 def test_other_kinds_of_adapters_are_named(config: PeftConfig, tmp_path: Path) -> None:
     config.save_pretrained(str(tmp_path))
     with pytest.raises(AdapterError) as caught:

@@ -7,29 +7,13 @@ from corun.runtime.adapter import AdapterFacts, AdapterOutline
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.names import check_adapter_name
-from corun.runtime.adapters.registry import (
-    AdapterRegistry,
-    LoadId,
-    Registered,
-)
+from corun.runtime.adapters.registry import AdapterRegistry, LoadId, Registered
 from corun.runtime.engine_state import Residency
-from corun.runtime.errors import (
-    AdapterError,
-    AdapterFailedError,
-    AdapterUnavailableError,
-    UnknownModelError,
-)
+from corun.runtime.errors import AdapterError, AdapterFailedError, AdapterUnavailableError, UnknownModelError
 from corun.runtime.plan import AdapterId
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 
 def make_registry() -> AdapterRegistry:
@@ -134,9 +118,7 @@ def test_reload_of_an_idle_version_frees_it_at_once() -> None:
 def test_reload_of_the_same_content_keeps_the_version_at_its_new_path() -> None:
     registry = make_registry()
     old = load(registry, "a").version
-    registered = registry.ready(
-        "a", "moved", registry.begin_loading("a", "moved"), AdapterContent(facts())
-    )
+    registered = registry.ready("a", "moved", registry.begin_loading("a", "moved"), AdapterContent(facts()))
     assert registered is not None
     assert not registered.is_new
     assert registered.version.adapter_id == old.adapter_id
@@ -231,22 +213,7 @@ def test_release_without_acquire_is_a_bug() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "",
-        " a",
-        "a ",
-        "a//b",
-        "/a",
-        "a/",
-        "a/../b",
-        "a/.",
-        "a\\b",
-        "base:a",
-        "a\nb",
-        "a\0",
-        "x" * 257,
-        "base",
-    ],
+    ["", " a", "a ", "a//b", "/a", "a/", "a/../b", "a/.", "a\\b", "base:a", "a\nb", "a\0", "x" * 257, "base"],
 )
 def test_names_that_are_refused(name: str) -> None:
     with pytest.raises(AdapterError, match="cannot be called"):

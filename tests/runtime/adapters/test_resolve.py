@@ -31,8 +31,7 @@ def make_map(prefix: str = "model.", num_layers: int = 2) -> TargetMap:
     tower = UnusedModule(f"{prefix}vision_tower", "it is not used for text", 100, 1000)
     shared = UnusedModule(f"{prefix}layers.1.self_attn.k_proj", "it shares KV", _IN + _OUT, 0)
     vocabularies = {
-        path: Vocabulary(path, {"weight": (_VOCAB, _IN)})
-        for path in ("lm_head", f"{prefix}embed_tokens")
+        path: Vocabulary(path, {"weight": (_VOCAB, _IN)}) for path in ("lm_head", f"{prefix}embed_tokens")
     }
     return TargetMap(numbered, refused, (tower, shared), vocabularies)
 
@@ -167,17 +166,13 @@ def test_rank_and_alpha_patterns() -> None:
 
 def test_all_linear_leaves_out_the_head_and_what_is_not_linear() -> None:
     tensors = all_pairs() + [
-        tensor
-        for layer in (0, 1)
-        for tensor in pair(f"base_model.model.model.layers.{layer}.mlp.up_proj")
+        tensor for layer in (0, 1) for tensor in pair(f"base_model.model.model.layers.{layer}.mlp.up_proj")
     ]
     assert len(resolve(tensors, make_spec(target_modules="all-linear")).targets) == 6
 
 
 def test_missing_tensor() -> None:
-    assert problems(all_pairs()[1:]) == (
-        "model.layers.0.self_attn.q_proj: lora_A is missing in the file",
-    )
+    assert problems(all_pairs()[1:]) == ("model.layers.0.self_attn.q_proj: lora_A is missing in the file",)
 
 
 def test_missing_module() -> None:
@@ -374,10 +369,7 @@ def test_types_that_are_not_served(dtype: str) -> None:
 def test_two_adapters_in_one_file() -> None:
     found = problems(all_pairs(infix=".one") + all_pairs(infix=".two"))
     assert len(found) == 8
-    assert (
-        "already has base_model.model.model.layers.0.self_attn.q_proj.lora_A.one.weight"
-        in (found[0])
-    )
+    assert "already has base_model.model.model.layers.0.self_attn.q_proj.lora_A.one.weight" in (found[0])
 
 
 def test_an_adapter_that_changes_nothing() -> None:

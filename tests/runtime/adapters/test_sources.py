@@ -90,9 +90,7 @@ def test_a_listing_that_breaks_off_does_not_say_what_is_gone(
         collect_sources(str(tmp_path), [])
 
 
-def test_what_is_gone_in_between_is_not_unreadable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_gone_in_between_is_not_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_adapter(tmp_path / "a")
     (tmp_path / "b").mkdir()
     fail(monkeypatch, tmp_path / "b", errno.ENOENT)
@@ -116,10 +114,7 @@ def test_start_warns_of_what_it_passes_over(
         make_adapter(tmp_path / name)
     fail(monkeypatch, tmp_path / "lost+found" / "adapter_config.json", errno.EACCES)
     sources = collect_sources(str(tmp_path), ["b=elsewhere"], ["base"])
-    assert [(one.name, one.path) for one in sources] == [
-        ("a", str(tmp_path / "a")),
-        ("b", "elsewhere"),
-    ]
+    assert [(one.name, one.path) for one in sources] == [("a", str(tmp_path / "a")), ("b", "elsewhere")]
     unreadable, colon, base, twice = sorted(caplog.messages, key=lambda one: "skipped" in one)
     assert "'lost+found' cannot be read (Permission denied)" in unreadable
     assert "2026-11-25T16:45:00" in colon and "a backslash or a colon" in colon
@@ -127,9 +122,7 @@ def test_start_warns_of_what_it_passes_over(
     assert f"skipped {tmp_path / 'b'}: " in twice
 
 
-def test_what_can_be_read_again_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_can_be_read_again_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     good, bad = LoraDirEntries(), LoraDirEntries(unreadable={f"x{i}": "EIO" for i in range(7)})
     for before, now in ((good, bad), (bad, bad), (bad, good), (good, good)):

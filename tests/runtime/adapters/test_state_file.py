@@ -26,10 +26,7 @@ def test_what_is_put_is_there_the_next_time(tmp_path: Path) -> None:
     state.put(RememberedAdapter("b", "/elsewhere"))
     state.close()
     assert state.is_written
-    expected = (
-        RememberedAdapter("team/a", "/a", pinned=True),
-        RememberedAdapter("b", "/elsewhere"),
-    )
+    expected = (RememberedAdapter("team/a", "/a", pinned=True), RememberedAdapter("b", "/elsewhere"))
     assert AdapterStateFile(path).adapters == expected
     assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
 
@@ -60,9 +57,7 @@ def test_places_where_no_file_can_be_are_refused(tmp_path: Path) -> None:
         AdapterStateFile(tmp_path)
 
 
-def test_a_file_that_cannot_be_written_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "state.json"
     state = AdapterStateFile(path)
     state.put(RememberedAdapter("a", "/a"))

@@ -13,9 +13,7 @@ from corun.runtime.adapters.token_rows import spans_beside, with_kept
 
 _FEATURES, _TOKENS = 8, 30
 _LINEAR = Target(0, "model.layers.0.q", 0, 0, _FEATURES, _FEATURES, "")
-_EMBEDDING = Target(
-    1, "model.embed", 0, -1, _TOKENS, _FEATURES, "", is_inside=False, is_embedding=True
-)
+_EMBEDDING = Target(1, "model.embed", 0, -1, _TOKENS, _FEATURES, "", is_inside=False, is_embedding=True)
 _HEAD = Target(2, "lm_head", 0, 1, _FEATURES, _TOKENS, "", is_inside=False, is_head=True)
 _DELTA = "token_adapter.trainable_tokens_delta"
 
@@ -35,18 +33,11 @@ def raw(name: str, *shape: int, dtype: str = "F32") -> RawTensor:
 
 
 def lora(path: str, outputs: int = _FEATURES) -> list[RawTensor]:
-    return [
-        raw(f"{path}.lora_A.weight", 2, _FEATURES),
-        raw(f"{path}.lora_B.weight", outputs, 2),
-    ]
+    return [raw(f"{path}.lora_A.weight", 2, _FEATURES), raw(f"{path}.lora_B.weight", outputs, 2)]
 
 
-def resolve(
-    *tensors: RawTensor, target_map: TargetMap | None = None, **fields: Any
-) -> ResolvedAdapter:
-    spec = LoraSpec(
-        **{"r": 2, "lora_alpha": 2.0, "use_rslora": False, "target_modules": ("q",), **fields}
-    )
+def resolve(*tensors: RawTensor, target_map: TargetMap | None = None, **fields: Any) -> ResolvedAdapter:
+    spec = LoraSpec(**{"r": 2, "lora_alpha": 2.0, "use_rslora": False, "target_modules": ("q",), **fields})
     found = [*lora("model.layers.0.q"), *tensors]
     return resolve_adapter(spec, found, target_map or make_map(), max_rank=8)
 
@@ -71,9 +62,7 @@ def spans(rows: TargetRows) -> list[tuple[int, int]]:
         (True, (("embed", (9, 3, 4)), ("lm_head", (9, 3, 4))), True),
     ],
 )
-def test_rows_of_an_embedding_are_those_of_a_tied_head(
-    is_tied: bool, indices: Any, of_head: bool
-) -> None:
+def test_rows_of_an_embedding_are_those_of_a_tied_head(is_tied: bool, indices: Any, of_head: bool) -> None:
     adapter = resolve(
         raw(f"model.embed.{_DELTA}", 3, _FEATURES),
         target_map=make_map(is_tied=is_tied),
@@ -170,9 +159,7 @@ def test_of_several_copies_of_a_weight_the_one_is_used_that_peft_uses() -> None:
 def test_a_head_with_a_bias_and_dora_are_refused_beside_rows() -> None:
     weight = raw("lm_head.weight", _TOKENS, _FEATURES)
     delta = raw(f"lm_head.{_DELTA}", 1, _FEATURES)
-    found = problem(
-        delta, target_map=make_map(has_bias=True), trainable_token_indices=(("lm_head", (3,)),)
-    )
+    found = problem(delta, target_map=make_map(has_bias=True), trainable_token_indices=(("lm_head", (3,)),))
     assert found == "lm_head: trained rows of an output head with a bias are not served"
     norms = [
         raw("lm_head.lora_magnitude_vector", _TOKENS),
@@ -228,9 +215,7 @@ def test_a_vocabulary_of_another_size(size: int) -> None:
         ),
     ],
 )
-def test_vocabularies_that_do_not_fit(
-    tensors: list[RawTensor], fields: dict[str, Any], text: str
-) -> None:
+def test_vocabularies_that_do_not_fit(tensors: list[RawTensor], fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ResolveError) as caught:
         resolve(*tensors, **fields)
     assert text in " ".join(caught.value.problems)

@@ -19,26 +19,73 @@ NOW_S = 1_000_000.0
 
 def test_the_table_says_where_each_version_is() -> None:
     there = Residency(
-        level="device", device_bytes=3 * MIB, host_bytes=4 * MIB, kv_device_bytes=MIB // 2,
-        num_references=2, num_uses=123, last_use_unix_s=NOW_S - 90,
-    )  # fmt: skip
+        level="device",
+        device_bytes=3 * MIB,
+        host_bytes=4 * MIB,
+        kv_device_bytes=MIB // 2,
+        num_references=2,
+        num_uses=123,
+        last_use_unix_s=NOW_S - 90,
+    )
     coming = Residency(level="partial", num_groups=4, num_groups_loaded=1, num_waiting=3)
     adapters = [
-        AdapterInfo("first", "/x", "ready", None, 8, 3 * MIB, "ab", pinned=True, residency=there,
-                    draining=(DrainingVersion("cd", 16, MIB, coming),)),
+        AdapterInfo(
+            "first",
+            "/x",
+            "ready",
+            None,
+            8,
+            3 * MIB,
+            "ab",
+            pinned=True,
+            residency=there,
+            draining=(DrainingVersion("cd", 16, MIB, coming),),
+        ),
         AdapterInfo("second-one", "/y", "failed", "rank 512 is over the limit", 0, 0, ""),
-    ]  # fmt: skip
+    ]
     # As it comes over the wire.
     data = msgspec.json.decode(msgspec.json.encode([adapter_json(one) for one in adapters]))
     assert [line.split() for line in table(data, NOW_S)] == [
-        ["name", "level", "rank", "device", "host", "KV", "running", "waiting", "uses",
-         "last", "use"],
-        ["first", "device", "8", "3.0", "MiB", "4.0", "MiB", "0.5", "MiB", "2", "0", "123",
-         "2", "min", "ago", "pinned"],
+        ["name", "level", "rank", "device", "host", "KV", "running", "waiting", "uses", "last", "use"],
+        [
+            "first",
+            "device",
+            "8",
+            "3.0",
+            "MiB",
+            "4.0",
+            "MiB",
+            "0.5",
+            "MiB",
+            "2",
+            "0",
+            "123",
+            "2",
+            "min",
+            "ago",
+            "pinned",
+        ],
         ["partial", "1/4", "16", "-", "-", "-", "0", "3", "0", "-", "drains"],
-        ["second-one", "disk", "0", "-", "-", "-", "0", "0", "0", "-",
-         "failed,", "rank", "512", "is", "over", "the", "limit"],
-    ]  # fmt: skip
+        [
+            "second-one",
+            "disk",
+            "0",
+            "-",
+            "-",
+            "-",
+            "0",
+            "0",
+            "0",
+            "-",
+            "failed,",
+            "rank",
+            "512",
+            "is",
+            "over",
+            "the",
+            "limit",
+        ],
+    ]
     heading, first, *_ = table(data, NOW_S)
     assert first.index("device") == heading.index("level"), "words are aligned to the left"
     assert first.index(" 8 ") + 1 == heading.index("rank") + 3, "numbers to the right"
@@ -71,12 +118,16 @@ def test_what_cannot_be_asked(
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\n\r\n{", b"HTTP/1.1 200 OK\r\n\r\n[]",
-     b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}", b"HTTP/1.1 500 No\r\n\r\nno"],
-)  # fmt: skip
-def test_what_is_no_server_of_ours_is_one_line(
-    answer: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+    [
+        b"",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\n\r\n[]",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}",
+        b"HTTP/1.1 500 No\r\n\r\nno",
+    ],
+)
+def test_what_is_no_server_of_ours_is_one_line(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
 
         def serve() -> None:

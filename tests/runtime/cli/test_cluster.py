@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 from corun.runtime.cli.cluster_asks import status_lines
 from corun.runtime.cli.main import main
-from corun.runtime.cluster.wire import (
-    AdapterEntry,
-    AgentReport,
-    ClusterStatus,
-    EngineCard,
-    EngineStatus,
-)
+from corun.runtime.cluster.wire import AdapterEntry, AgentReport, ClusterStatus, EngineCard, EngineStatus
 from corun.runtime.server.listening import bind, listen
 from support.architectures import save_model
 from support.clusters import KEY
@@ -68,20 +62,14 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "--engine names http://h:1 twice",
         ),
         (("cluster", "--engine", ELSEWHERE), f"--engine {ELSEWHERE} cannot join the cluster"),
-        (
-            ("cluster", "--engine", f"{ONE},kind=tgi"),
-            "kind is 'tgi', must be one of corun, vllm",
-        ),
+        (("cluster", "--engine", f"{ONE},kind=tgi"), "kind is 'tgi', must be one of corun, vllm"),
         (("cluster", "--engine", VLLM), "kind=vllm needs model=MODEL, the directory or hub id"),
         (("cluster", "--engine", f"{ONE},model=m"), "model and limits are for kind=vllm; a corun"),
         (("cluster", "--engine", f"{ONE},speed=2"), "must be URL or URL,kind=KIND,model=MODEL"),
         (("cluster", "--engine", f"{VLLM},profile=x"), "profile=FILE is not used any more: costs"),
         (("cluster", "--engine", f"{VLLM},model=m,max_num_seqs=0"), "max_num_seqs is '0', must"),
         (("cluster", "--engine", f"{VLLM},model=/nowhere"), "h:1: no such model"),
-        (
-            ("cluster", "add", "--engine", f"{VLLM},model=/nowhere"),
-            "http://h:1: no such model directory",
-        ),
+        (("cluster", "add", "--engine", f"{VLLM},model=/nowhere"), "http://h:1: no such model directory"),
         (("cluster", "add", "--state-dir", "x"), "nothing to add: give --engines N, or --engine"),
         (("cluster", "drain"), "the following arguments are required: ENGINE"),
         (("cluster", "status", "--engines", "1"), "unknown option --engines"),
@@ -111,11 +99,7 @@ OVER_RAY = ("cluster", "--engines", "1", "--ray")
         ((*OVER_RAY, "auto"), "2.55.0", "--ray is 'auto', expected HOST:PORT of Ray's head"),
         ((*OVER_RAY, "ray://h:10001"), "2.55.0", "--ray is 'ray://h:10001', expected HOST:PORT"),
         ((*OVER_RAY, "h:1", "--cluster-name", "a/b"), "2.55.0", "--cluster-name is 'a/b', must"),
-        (
-            ("cluster", "--ray", "h:1", "--engine", ELSEWHERE),
-            "2.55.0",
-            "there are no engines to start",
-        ),
+        (("cluster", "--ray", "h:1", "--engine", ELSEWHERE), "2.55.0", "there are no engines to start"),
         ((*OVER_RAY, "127.0.0.1:1"), None, "--ray needs Ray: pip install 'corun[ray]'"),
         ((*OVER_RAY, "127.0.0.1:1"), "2.54.1", "--ray needs Ray 2.55 or newer, but 2.54.1 is"),
         ((*OVER_RAY, "127.0.0.1:1"), "3.0.0rc1", "--ray 127.0.0.1:1 does not answer within 5 s"),
@@ -139,9 +123,7 @@ def test_ray_that_is_not_there_is_one_line(
     assert line.startswith("corun: error: ") and words in line
 
 
-def test_too_few_cores_are_refused_with_the_count(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_too_few_cores_are_refused_with_the_count(capsys: pytest.CaptureFixture[str]) -> None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
@@ -205,14 +187,9 @@ def test_a_library_that_is_missing_is_named() -> None:
 
 def test_status_says_what_there_is() -> None:
     engines = (
-        EngineStatus(
-            engine_id="m-0", url="http://h:1", state="ready", pid=7, cpu_list="0-3",
-            num_restarts=1,
-        ),
-        EngineStatus(
-            engine_id="m-1", url=None, state="exited", pid=0, cpu_list="", reason="exit status 1"
-        ),
-    )  # fmt: skip
+        EngineStatus(engine_id="m-0", url="http://h:1", state="ready", pid=7, cpu_list="0-3", num_restarts=1),
+        EngineStatus(engine_id="m-1", url=None, state="exited", pid=0, cpu_list="", reason="exit status 1"),
+    )
     status = ClusterStatus(
         engines=(
             EngineCard(engine_id="m-0", url="http://h:1", agent_id="m"),
@@ -221,23 +198,32 @@ def test_status_says_what_there_is() -> None:
         ),
         agents=(
             AgentReport(
-                agent_id="m", url="http://h:9", engines=engines, copies={"d": 1.0},
-                store_bytes=2 << 30, used_bytes=1 << 30, core_division="engine 0: CPU 0-3\nothers",
+                agent_id="m",
+                url="http://h:9",
+                engines=engines,
+                copies={"d": 1.0},
+                store_bytes=2 << 30,
+                used_bytes=1 << 30,
+                core_division="engine 0: CPU 0-3\nothers",
             ),
         ),
         adapters=(
+            AdapterEntry(name="a", revision=3, digest="d", rank=8, num_bytes=1, source="/a", pinned=True),
             AdapterEntry(
-                name="a", revision=3, digest="d", rank=8, num_bytes=1, source="/a", pinned=True
-            ),
-            AdapterEntry(
-                name="b", revision=4, digest="e", rank=8, num_bytes=1, source="/b",
-                state="failed", reason="no",
+                name="b",
+                revision=4,
+                digest="e",
+                rank=8,
+                num_bytes=1,
+                source="/b",
+                state="failed",
+                reason="no",
             ),
         ),
         ejected={"g": {"m-0": "silent"}},
         placement="sticky",
         num_gateways=2,
-    )  # fmt: skip
+    )
     assert list(status_lines("http://c:1", status)) == [
         "controller http://c:1, 2 gateways, placement sticky",
         "engine m-0  ready  http://h:1, CPU 0-3, 1 restart, not sent to: silent",
@@ -260,12 +246,7 @@ def test_a_server_that_cannot_be_an_engine_ends_the_start(
     key_file.write_text(KEY)
     with vllm_in_a_thread(VllmOptions(key=KEY, has_lora=False)) as url:
         given = f"{url},kind=vllm,model={model}"
-        place = (
-            "--state-dir",
-            str(tmp_path / "state"),
-            "--cluster-key-file",
-            str(tmp_path / "key"),
-        )
+        place = ("--state-dir", str(tmp_path / "state"), "--cluster-key-file", str(tmp_path / "key"))
         assert main(("cluster", "--port", "0", "--engine", given, *place)) == 2
     errors = [one for one in capfd.readouterr().err.splitlines() if "corun: error: " in one]
     assert len(errors) == 1 and f"--engine {url} cannot join the cluster" in errors[0]

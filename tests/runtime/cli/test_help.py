@@ -29,9 +29,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize("argv", [(), ("--help",), ("-h",)])
-def test_corun_alone_shows_its_commands(
-    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_corun_alone_shows_its_commands(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, *argv)
     for command in COMMANDS:
         assert f"\n  {command} " in text
@@ -43,9 +41,7 @@ def test_every_command_is_in_one_group() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example_and_fits_on_a_page(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_has_an_example_and_fits_on_a_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, *command.split(), "--help").splitlines()
     assert lines[0].startswith(f"usage: corun {command}")
     assert f"corun {command}" in lines[lines.index("Examples:") + 1]
@@ -53,9 +49,7 @@ def test_help_has_an_example_and_fits_on_a_page(
     assert max(map(len, lines)) < 80
 
 
-def test_help_shows_the_most_used_options_and_help_all_every_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_shows_the_most_used_options_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
     short = printed(capsys, "serve", "--help")
     everything = printed(capsys, "serve", "--help-all")
     assert "corun serve --help-all shows all options" in short
@@ -119,9 +113,7 @@ def test_bash_completes(
     main(["completion", "bash"])
     script = tmp_path / "corun.bash"
     script.write_text(capsys.readouterr().out)
-    done = subprocess.run(
-        ["bash", "-c", BASH, "bash", script, *words], capture_output=True, text=True
-    )
+    done = subprocess.run(["bash", "-c", BASH, "bash", script, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.rstrip("\n").split("\n")) == completed
 

@@ -25,10 +25,23 @@ print("imported", *(name for name in heavy if name in sys.modules), file=sys.std
 sys.exit(code)
 """
 COMMANDS = (
-    "serve", "profile", "simulate", "plan", "check", "models", "adapters", "cluster",
-    "cluster status", "cluster add", "cluster remove", "cluster drain", "gateway", "env",
-    "options", "completion",
-)  # fmt: skip
+    "serve",
+    "profile",
+    "simulate",
+    "plan",
+    "check",
+    "models",
+    "adapters",
+    "cluster",
+    "cluster status",
+    "cluster add",
+    "cluster remove",
+    "cluster drain",
+    "gateway",
+    "env",
+    "options",
+    "completion",
+)
 WORKLOAD = """
 rps: 2
 requests: 30
@@ -37,10 +50,7 @@ adapters: {number: 10, ranks: [8, 64]}
 """
 SMALL = ["--profile", "a40-llama7b", "--seeds", "1", "--jobs", "1"]
 ADAPTERS = {"data": [], "has_more": False, "num_adapters": 0, "num_fitting": 0, "age_s": 0}
-STATUS = {
-    "engines": [], "agents": [], "adapters": [], "num_gateways": 1, "placement": "none",
-    "ejected": {},
-}  # fmt: skip
+STATUS = {"engines": [], "agents": [], "adapters": [], "num_gateways": 1, "placement": "none", "ejected": {}}
 
 
 def imported(command: list[str]) -> set[str]:
@@ -91,9 +101,7 @@ def test_help_of_every_command_is_light() -> None:
         "    try:\n        main([*name.split(), '--help'])\n"
         "    except SystemExit as done:\n        return done.code\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", help_of + script, *COMMANDS], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", help_of + script, *COMMANDS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: corun") == len(COMMANDS)
     assert done.stderr.splitlines()[-1] == "imported"
@@ -125,9 +133,7 @@ def test_env_asks_neither_torch_nor_transformers() -> None:
     assert imported(["env"]) == {"numba"}
 
 
-def test_a_second_check_imports_nothing_heavy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_check_imports_nothing_heavy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     model = tmp_path / "model"
     ARCHITECTURES["llama3-rope"].config().save_pretrained(model)

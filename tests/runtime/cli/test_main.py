@@ -95,9 +95,7 @@ def test_a_key_is_not_taken_for_a_model(
     assert "secret" not in error and str(tmp_path) not in error
 
 
-def test_a_model_of_the_environment_leaves_all_values_to_the_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_of_the_environment_leaves_all_values_to_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORUN_MODEL", "some/model")
     engine, serve = _configs("--api-key", "one", "of/two")
     assert (engine.model, serve.api_key) == ("some/model", ("one", "of/two"))
@@ -156,10 +154,7 @@ def test_a_file_says_how_requests_are_scheduled(tmp_path: Path) -> None:
         (["serve", "--prefetch-requests", "-1"], "--prefetch-requests is -1, must be at least 0"),
         (["serve", "--growth-headroom", "0.6"], "--growth-headroom is 0.6, must be at most 0.5"),
         (["serve", "--lora-dir", "/no/such"], "--lora-dir /no/such: no such directory"),
-        (
-            ["serve", "--allowed-lora-dirs", "/no/such"],
-            "--allowed-lora-dirs /no/such: no such directory",
-        ),
+        (["serve", "--allowed-lora-dirs", "/no/such"], "--allowed-lora-dirs /no/such: no such directory"),
         (["serve", "--lora-modules", "a=/no/such"], "--lora-modules a /no/such: no such directory"),
         (["serve", "--lora-modules", "a"], "must be NAME=PATH"),
         (["serve", "--chat-template", "/no/such"], "--chat-template /no/such: no such file"),
@@ -179,9 +174,7 @@ def test_a_file_says_how_requests_are_scheduled(tmp_path: Path) -> None:
         (["completion", "tcsh"], "invalid choice: 'tcsh'"),
     ],
 )
-def test_mistakes_are_one_line(
-    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
-) -> None:
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
     assert message in _fails(capsys, argv)
 
 

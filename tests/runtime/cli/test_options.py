@@ -41,8 +41,13 @@ def test_every_limit_of_requests_is_on_the_page() -> None:
         for spec in option_specs(ServeConfig)
         if spec.name.startswith("max_") or spec.name.endswith("timeout_s")
     ]
-    of_engine = ("--max-model-len", "--max-num-waiting", "--max-queue-s", "--max-stop-strings",
-                 "--max-logit-bias")  # fmt: skip
+    of_engine = (
+        "--max-model-len",
+        "--max-num-waiting",
+        "--max-queue-s",
+        "--max-stop-strings",
+        "--max-logit-bias",
+    )
     rows = TABLES["limits"]().splitlines()
     for flag in {*of_http, *of_engine} - {"--drain-timeout-s"}:
         assert [row for row in rows if row.endswith(f"| `{flag}` |")], flag
@@ -60,6 +65,4 @@ def test_update_needs_its_marks() -> None:
     with pytest.raises(ConfigError, match="missing"):
         update_tables("no marks")
     with pytest.raises(ConfigError, match="no table 'other'; known: options, cluster, routes"):
-        update_tables(
-            f"{BEGIN}\n{END}\n".replace("options:", "other:").replace("of options", "of other")
-        )
+        update_tables(f"{BEGIN}\n{END}\n".replace("options:", "other:").replace("of options", "of other"))

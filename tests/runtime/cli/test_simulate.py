@@ -42,14 +42,22 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_comparison_over_loads(
-    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_over_loads(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     arguments = [
-        "simulate", "--workload", workload, *SMALL, "--compare", "scheduling-policy=corun,fcfs",
-        "--sweep", "rps=2:4:2", "--slo-ttft-s", "2", "--out", str(out),
-    ]  # fmt: skip
+        "simulate",
+        "--workload",
+        workload,
+        *SMALL,
+        "--compare",
+        "scheduling-policy=corun,fcfs",
+        "--sweep",
+        "rps=2:4:2",
+        "--slo-ttft-s",
+        "2",
+        "--out",
+        str(out),
+    ]
     assert main(arguments) == 0
     table = lines(capsys)
     assert [line.split()[:2] for line in table[1:5]] == [
@@ -79,10 +87,25 @@ def test_a_comparison_over_loads(
 def test_many_servers(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     arguments = [
-        "simulate", "--workload", workload, *SMALL, "--rps", "20", "--servers", "3",
-        "--compare", "router=predicted,random", "--routers", "2", "--state-age-s", "0.2",
-        "--store-bytes", "1GiB", "--out", str(out),
-    ]  # fmt: skip
+        "simulate",
+        "--workload",
+        workload,
+        *SMALL,
+        "--rps",
+        "20",
+        "--servers",
+        "3",
+        "--compare",
+        "router=predicted,random",
+        "--routers",
+        "2",
+        "--state-age-s",
+        "0.2",
+        "--store-bytes",
+        "1GiB",
+        "--out",
+        str(out),
+    ]
     assert main(arguments) == 0
     table = lines(capsys)
     assert table[0].endswith("busiest/mean  most files  GB fetched  moved")
@@ -96,9 +119,7 @@ def test_many_servers(workload: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (out / "servers.png").stat().st_size > 10_000
 
 
-def test_one_server_may_have_one(
-    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_server_may_have_one(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["simulate", "--workload", workload, *SMALL]
     assert main(arguments) == 0
     alone = lines(capsys)
@@ -127,13 +148,10 @@ def test_overload_is_cut_and_counted(workload: str, capsys: pytest.CaptureFixtur
     assert more[0].startswith("Runs were cut 0.5 s after their last arrival (--horizon-s)")
 
 
-def test_an_slo_that_one_request_misses_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_slo_that_one_request_misses_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.jsonl"
     rows: list[dict[str, Any]] = [
-        {"arrival_s": 60 * turn, "model": "a", "prompt_tokens": 10, "output_tokens": 2}
-        for turn in range(8)
+        {"arrival_s": 60 * turn, "model": "a", "prompt_tokens": 10, "output_tokens": 2} for turn in range(8)
     ]
     rows[4]["prompt_tokens"] = 2000
     for last_tokens, is_said in ((10, True), (2000, False)):
@@ -159,10 +177,7 @@ def test_a_log_of_one_request_is_simulated_and_one_that_never_fits_is_said(
 
 
 def test_without_matplotlib_there_are_tables(
-    workload: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "out"
@@ -173,10 +188,7 @@ def test_without_matplotlib_there_are_tables(
 
 
 def test_this_machine_as_it_was_measured(
-    workload: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     arguments = ["simulate", "--workload", workload, *SMALL[2:], "--requests", "5"]
@@ -255,9 +267,19 @@ def test_options_of_a_policy_belong_to_its_name() -> None:
 
 def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
-        "plan", "--workload", workload, *SMALL, "--slo-ttft-s", "0.5", "--percentile", "90",
-        "--rps", "50", "--requests", "60",
-    ]  # fmt: skip
+        "plan",
+        "--workload",
+        workload,
+        *SMALL,
+        "--slo-ttft-s",
+        "0.5",
+        "--percentile",
+        "90",
+        "--rps",
+        "50",
+        "--requests",
+        "60",
+    ]
     assert main(arguments) == 0
     said = {line.split()[0]: line for line in lines(capsys)}
     assert {"load", "adapters", "binds", "what", "off", "servers"} <= said.keys()
@@ -273,10 +295,23 @@ def test_placements_side_by_side(
     path = tmp_path / "one_rank.yaml"
     path.write_text(WORKLOAD.replace("[8, 64]", "[64]"))
     arguments = [
-        "simulate", "--workload", str(path), *SMALL[:2], "--seeds", "1", "--requests", "10",
-        "--servers", "3", "--router", "loraserve", "--compare", "placement=loraserve,random",
-        "--placement-every-s", "2",
-    ]  # fmt: skip
+        "simulate",
+        "--workload",
+        str(path),
+        *SMALL[:2],
+        "--seeds",
+        "1",
+        "--requests",
+        "10",
+        "--servers",
+        "3",
+        "--router",
+        "loraserve",
+        "--compare",
+        "placement=loraserve,random",
+        "--placement-every-s",
+        "2",
+    ]
     assert main(arguments) == 2
     assert (
         "--placement loraserve needs the capacity of a server within an SLO: give --slo-ttft-s"
@@ -309,9 +344,7 @@ def test_operating_points_for_a_cluster(
     assert 0 < points.tokens_per_s[64] < points.tokens_per_s[8] and len(points.tokens_per_s) == 2
     assert lines(capsys)[-1] == file
     assert main(search) == 2
-    assert (
-        "--operating-points needs the capacity of a server within an SLO" in capsys.readouterr().err
-    )
+    assert "--operating-points needs the capacity of a server within an SLO" in capsys.readouterr().err
     assert main([*search, "--servers", "2"]) == 2
     assert "simulates one server of one kind: leave out --servers" in capsys.readouterr().err
     for text, error in (('{"machine": 1}', "has no operating points"), (None, "No such file")):
@@ -340,10 +373,7 @@ def test_operating_points_for_a_cluster(
         (["simulate", "--rps", "1", "--workload", "/no/such.jsonl"], "No such file"),
         (["simulate", "--rps", "1", "--profile", "a40-llama9b"], "do you mean 'a40-llama"),
         (["simulate", "--rps", "1", "--compare", "scheduling=a"], "scheduling-policy"),
-        (
-            ["simulate", "--rps", "1", "--compare", "scheduling-policy=a,b"],
-            "is 'a', must be one of",
-        ),
+        (["simulate", "--rps", "1", "--compare", "scheduling-policy=a,b"], "is 'a', must be one of"),
         (["simulate", "--rps", "1", "--compare", "router"], "expected OPTION=A,B"),
         (["simulate", "--rps", "1", "--out", "/proc/none"], "cannot be written"),
         (["simulate", "--rps", "1", "--servers", "0"], "--servers is 0, must be at least 1"),
@@ -363,9 +393,7 @@ def test_operating_points_for_a_cluster(
         (["plan", "--slo-ttft-s", "1", "--percentile", "100"], "--percentile is 100"),
     ],
 )
-def test_what_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, *rest = arguments
     options = [] if "--profile" in rest else ["--profile", "a40-llama7b"]
     assert main([command, *rest, *options]) == 2

@@ -41,9 +41,7 @@ def test_tokens_of_a_step_are_expected_of_the_next() -> None:
 
 
 def test_as_many_copies_as_were_asked_for_stay_where_they_are() -> None:
-    steps = PlacementSteps(
-        OnOne(), min_copies={"a": 2, "gone": 3}, shares={"a": {ServerId("z"): 1.0}}
-    )
+    steps = PlacementSteps(OnOne(), min_copies={"a": 2, "gone": 3}, shares={"a": {ServerId("z"): 1.0}})
     demand = [steps.demand_of(name, 8, 1) for name in "ab"]
     shares = steps.plan(demand, _SERVERS)
     assert shares == {"a": {"y": 0.5, "z": 0.5}, "b": {"y": 1.0}}

@@ -1,11 +1,7 @@
 """Division of machines of all shapes: no CPU twice, near the device, or a refusal with counts."""
 
 import pytest
-from corun.runtime.cluster.division import (
-    EngineNeeds,
-    MachineDivision,
-    divide_machine,
-)
+from corun.runtime.cluster.division import EngineNeeds, MachineDivision, divide_machine
 from corun.runtime.errors import ConfigError
 from corun.runtime.machine.devices import VisibleDevice
 from corun.runtime.machine.facts import MachineFacts
@@ -15,9 +11,14 @@ from support.machines import GIB, TWO_SOCKETS, machine
 
 
 def divide(
-    facts: MachineFacts, num_engines: int, *, devices: tuple[VisibleDevice, ...] = (),
-    workers: bool = False, unpinned: bool = False, weights_bytes: int = 0,
-) -> MachineDivision:  # fmt: skip
+    facts: MachineFacts,
+    num_engines: int,
+    *,
+    devices: tuple[VisibleDevice, ...] = (),
+    workers: bool = False,
+    unpinned: bool = False,
+    weights_bytes: int = 0,
+) -> MachineDivision:
     needs = EngineNeeds(num_engines=num_engines, has_workers=workers, weights_bytes=weights_bytes)
     return divide_machine(facts, devices, needs, unpinned=unpinned)
 
@@ -120,9 +121,14 @@ def test_it_says_which_core_is_whose() -> None:
     hidden=st.sets(st.integers(0, 47), max_size=8),
 )
 def test_no_cpu_is_on_two_lists(
-    num_cores: int, threads: int, num_nodes: int, num_engines: int, workers: bool,
-    near: list[int | None], hidden: set[int],
-) -> None:  # fmt: skip
+    num_cores: int,
+    threads: int,
+    num_nodes: int,
+    num_engines: int,
+    workers: bool,
+    near: list[int | None],
+    hidden: set[int],
+) -> None:
     cores = tuple(tuple(core + t * num_cores for t in range(threads)) for core in range(num_cores))
     nodes = tuple(
         tuple(cpu for i, core in enumerate(cores) if i % num_nodes == node for cpu in core)

@@ -45,9 +45,7 @@ def test_kinds_are_those_of_their_groups() -> None:
     }
 
 
-def test_the_pool_has_the_pods_and_the_route_the_pool(
-    pod: dict[str, Any], container: dict[str, Any]
-) -> None:
+def test_the_pool_has_the_pods_and_the_route_the_pool(pod: dict[str, Any], container: dict[str, Any]) -> None:
     deployment, pool = of_kind("Deployment"), of_kind("InferencePool")
     labels = pod["metadata"]["labels"]
     for selector in (deployment["spec"]["selector"], pool["spec"]["selector"]):
@@ -71,9 +69,7 @@ def test_the_command_is_one_and_listens_where_the_pool_asks(container: dict[str,
     assert {"/adapters", "/models", "/dev/shm"} <= paths
 
 
-def test_pods_have_longer_than_their_requests(
-    pod: dict[str, Any], container: dict[str, Any]
-) -> None:
+def test_pods_have_longer_than_their_requests(pod: dict[str, Any], container: dict[str, Any]) -> None:
     _, serve = serve_configs(parse_arguments(container["args"]))
     assert pod["spec"]["terminationGracePeriodSeconds"] > serve.drain_timeout_s
 

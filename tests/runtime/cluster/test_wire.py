@@ -20,9 +20,7 @@ from support.damage import JSON_VALUES, damaged, few_and_many
 from support.fake_cluster import profile_of
 
 KINDS = [
-    one
-    for _, one in inspect.getmembers(wire, inspect.isclass)
-    if issubclass(one, Wire) and one is not Wire
+    one for _, one in inspect.getmembers(wire, inspect.isclass) if issubclass(one, Wire) and one is not Wire
 ]
 NUM_CASES = [30, pytest.param(3000, marks=pytest.mark.full)]
 _INTEGERS = st.integers(-(2**63), 2**64 - 1)

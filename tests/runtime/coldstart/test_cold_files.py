@@ -43,11 +43,7 @@ class Start:
     def __init__(self, link_bytes_per_s: float = 1e9, num_others: int = 0) -> None:
         self.planner = Planner(model(link_bytes_per_s), PlannerConfig())
         self.loads = Loads()
-        self.cold_starts = PlannedColdStarts(
-            self.planner,
-            (0, 512),
-            self.loads.table,
-        )
+        self.cold_starts = PlannedColdStarts(self.planner, (0, 512), self.loads.table)
         self.num_others = num_others
         self.cold_starts.workers_changed(1)
         layers = AdapterLayers(SHAPE.rank_sums, (GROUP_BYTES,) * LAYERS, tuple(range(LAYERS)))

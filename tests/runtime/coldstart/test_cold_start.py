@@ -57,10 +57,7 @@ def _cold_starts(
 
 
 _FACTS = AdapterFacts(
-    "d",
-    8,
-    400,
-    layers=AdapterLayers(((8,),) * _LAYERS, group_bytes=(200, 200), group_of_layer=(0, 0, 1, 1)),
+    "d", 8, 400, layers=AdapterLayers(((8,),) * _LAYERS, group_bytes=(200, 200), group_of_layer=(0, 0, 1, 1))
 )
 
 
@@ -155,9 +152,7 @@ def test_a_row_that_failed_runs_without_workers(loads: Loads) -> None:
     assert chunk.split_layer == 0
     assert not cold_starts.may_start(request, 0, _rows(), 0.0)  # if it was preempted meanwhile
     request.retried_positions[0] += 1
-    assert (
-        cold_starts.next_chunk(request, 512, 0, _rows(), 0.0) is None
-    )  # it waits for the whole adapter
+    assert cold_starts.next_chunk(request, 512, 0, _rows(), 0.0) is None  # it waits for the whole adapter
 
 
 def test_nobody_waits_for_a_load_that_one_cold_row_needs(loads: Loads) -> None:
@@ -225,9 +220,7 @@ class _Crowd:
 @st.composite
 def _crowds(draw: st.DrawFn) -> _Crowd:
     forced = draw(st.sampled_from([LoadStrategy.ASSISTED, LoadStrategy.PIPELINED, None]))
-    model = _model(
-        draw(st.sampled_from([1e3, 1e4, 1e6])), draw(st.sampled_from([1e-5, 3e-4, 2e-3]))
-    )
+    model = _model(draw(st.sampled_from([1e3, 1e4, 1e6])), draw(st.sampled_from([1e-5, 3e-4, 2e-3])))
     num_workers, max_worker_tokens = draw(st.integers(0, 3)), draw(st.sampled_from([8, 40, 512]))
     loads = Loads()
     cold_starts = _cold_starts(
@@ -249,9 +242,7 @@ def _crowds(draw: st.DrawFn) -> _Crowd:
         prompt = draw(st.integers(1, 64))
         requests.append(make_request(number, prompt=prompt, adapter_id=adapter_id))
     now_s = draw(st.sampled_from([0.0, 0.02, 0.3]))
-    return _Crowd(
-        cold_starts, rows, requests, now_s, model, loads, link, num_workers * max_worker_tokens
-    )
+    return _Crowd(cold_starts, rows, requests, now_s, model, loads, link, num_workers * max_worker_tokens)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -283,9 +274,7 @@ def _run_step(crowd: _Crowd) -> tuple[float, float]:
     num_tokens += 0 if rows.is_decode_separate else len(rows.decodes)
     end_s = separate_s
     for layer in range(_LAYERS):
-        end_s = max(
-            [end_s, *(ready_s[n][layer] for n, c in enumerate(chunks) if c.split_layer <= layer)]
-        )
+        end_s = max([end_s, *(ready_s[n][layer] for n, c in enumerate(chunks) if c.split_layer <= layer)])
         end_s += num_tokens * 0.001
         helped = [chunk.num_tokens for chunk in chunks if chunk.split_layer > layer]
         # A fifth of the base products' time: never longer than these on one worker.

@@ -3,13 +3,7 @@
 import pytest
 from corun.profiles.link import Direction
 from corun.profiles.models import LinkModel
-from corun.runtime.coldstart.link import (
-    FileForecast,
-    LinkForecast,
-    by_layer,
-    group_of_layers,
-    ready_s,
-)
+from corun.runtime.coldstart.link import FileForecast, LinkForecast, by_layer, group_of_layers, ready_s
 from corun.runtime.memory.transfers import OpenTransfer
 from corun.runtime.plan import BlockId, HostSlot, KvTransfer
 from support.open_transfers import Loads
@@ -129,9 +123,7 @@ class Files:
             self.begin(adapter_id, is_demand=is_demand)
 
     def begin(self, adapter_id: int, now_s: float = 0.0, *, is_demand: bool = True) -> None:
-        self.loads.begin(
-            adapter_id, (100 * MB, 100 * MB), now_s, is_demand=is_demand, is_on_host=False
-        )
+        self.loads.begin(adapter_id, (100 * MB, 100 * MB), now_s, is_demand=is_demand, is_on_host=False)
 
     def report(self, adapter_id: int, num_read: int, read_s: float, now_s: float) -> None:
         self.forecast.record(*self.loads.read(adapter_id, num_read, read_s, now_s))

@@ -17,16 +17,26 @@ class Steps:
         self._number = 0
 
     def run(
-        self, duration_s: float, *, cold: tuple[RequestId, ...] = (), has_others: bool = True,
-        begins_s: float = 0.0, is_loading: bool = False,
-    ) -> StallObservation | None:  # fmt: skip
+        self,
+        duration_s: float,
+        *,
+        cold: tuple[RequestId, ...] = (),
+        has_others: bool = True,
+        begins_s: float = 0.0,
+        is_loading: bool = False,
+    ) -> StallObservation | None:
         """Run a step that is predicted to take 0.1 s without waits."""
         self._number += 1
         step_id = StepId(self._number)
         self.delays.closed(
-            step_id, cold, 0.1, self._now_s, has_others=has_others, begins_s=begins_s,
+            step_id,
+            cold,
+            0.1,
+            self._now_s,
+            has_others=has_others,
+            begins_s=begins_s,
             is_loading=is_loading or bool(cold),
-        )  # fmt: skip
+        )
         self._now_s += duration_s
         return self.delays.ended(step_id, self._now_s)
 

@@ -17,9 +17,7 @@ _LAYERS = 4
 def _model(*, delta_s_per_token: float = 0.0005) -> MachineModel:
     """10 ms per layer of 10 tokens: 4 groups of 1 ms a token base, deltas of rank 16 as given."""
     base = Curve((1.0, 101.0), (0.001, 0.101))
-    delta = CurveFamily(
-        (16.0,), (Curve((1.0, 101.0), (delta_s_per_token, 101 * delta_s_per_token)),)
-    )
+    delta = CurveFamily((16.0,), (Curve((1.0, 101.0), (delta_s_per_token, 101 * delta_s_per_token)),))
     return MachineModel(
         num_layers=_LAYERS,
         step_s=Curve((1.0, 101.0), (0.016, 0.016 * 101)),
@@ -123,9 +121,7 @@ def test_chunks_share_their_steps_with_those_that_decode() -> None:
 
 def test_what_shares_the_first_step_is_gone_from_the_next() -> None:
     co_scheduled = CoScheduledRows(RowCosts(100))
-    request = replace(
-        _cold(load_s=0.0, num_running=1), max_chunk_tokens=16, co_scheduled=co_scheduled
-    )
+    request = replace(_cold(load_s=0.0, num_running=1), max_chunk_tokens=16, co_scheduled=co_scheduled)
     alone = predict(_model(), _cold(load_s=0.0), LoadStrategy.PIPELINED)
     beside = predict(_model(), request, LoadStrategy.PIPELINED)
     assert beside.first_token_s == pytest.approx(alone.first_token_s + 100 * 0.016)
@@ -141,9 +137,7 @@ def test_products_of_all_rows_hide_the_deltas_of_some() -> None:
     model = _model(delta_s_per_token=0.004)  # four times the base product of the same tokens
     alone = plan_step(model, _cold(load_s=9.0), 8, CoScheduledRows(), LoadStrategy.ASSISTED)
     assert alone.wait_s == pytest.approx(_LAYERS * 2 * (0.0001 + 8 * 0.003), rel=1e-3)
-    beside = plan_step(
-        model, _cold(load_s=9.0), 8, CoScheduledRows(RowCosts(32)), LoadStrategy.ASSISTED
-    )
+    beside = plan_step(model, _cold(load_s=9.0), 8, CoScheduledRows(RowCosts(32)), LoadStrategy.ASSISTED)
     assert beside.wait_s == pytest.approx(_LAYERS * 2 * 0.0001, rel=0.02)
 
 
@@ -168,9 +162,7 @@ def test_a_pass_with_workers_is_prepared_and_settled_once() -> None:
         ]
         assert step[1] - step[0] == pytest.approx(0.008)
     step_s = plan_step(model, request, 8, CoScheduledRows(), LoadStrategy.PIPELINED).end_s
-    assert (
-        step_s == plan_step(_model(), request, 8, CoScheduledRows(), LoadStrategy.PIPELINED).end_s
-    )
+    assert step_s == plan_step(_model(), request, 8, CoScheduledRows(), LoadStrategy.PIPELINED).end_s
 
 
 def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
@@ -204,9 +196,7 @@ def test_a_forced_strategy_is_taken_and_said() -> None:
 
 
 @pytest.mark.parametrize("forced", AT_ONCE)
-def test_a_forced_strategy_that_is_held_back_for_its_stalls_is_used_again(
-    forced: LoadStrategy,
-) -> None:
+def test_a_forced_strategy_that_is_held_back_for_its_stalls_is_used_again(forced: LoadStrategy) -> None:
     planner = Planner(_model(), PlannerConfig(forced=forced))
     request = _cold(load_s=0.001, num_running=4)
     step = plan_step(planner.model, request, 32, request.co_scheduled, forced)
@@ -221,9 +211,7 @@ def test_a_forced_strategy_that_is_held_back_for_its_stalls_is_used_again(
 
 
 @pytest.mark.parametrize("forced", AT_ONCE)
-def test_what_a_forced_strategy_costs_is_not_forgotten_while_it_is_used(
-    forced: LoadStrategy,
-) -> None:
+def test_what_a_forced_strategy_costs_is_not_forgotten_while_it_is_used(forced: LoadStrategy) -> None:
     planner = Planner(_model(), PlannerConfig(forced=forced))
     request = _cold(load_s=0.001, num_running=4)
     planner.observe_stall(forced, 0.0, 0.1)

@@ -11,9 +11,7 @@ _SECONDS = st.integers(0, 50).map(float)
 @st.composite
 def _times(draw: st.DrawFn) -> LayerTimes:
     num_layers = draw(st.integers(1, 8))
-    columns = [
-        tuple(draw(st.lists(_SECONDS, min_size=num_layers, max_size=num_layers))) for _ in range(4)
-    ]
+    columns = [tuple(draw(st.lists(_SECONDS, min_size=num_layers, max_size=num_layers))) for _ in range(4)]
     return LayerTimes(*columns)
 
 

@@ -140,9 +140,7 @@ def test_a_yaml_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_flags_go_before_the_file(tmp_path: Path) -> None:
     path = _write(tmp_path, "port: 1\nhost: h\nmax-num-seqs: 2")
     given = {"port": "9", "trust_remote_code": True, "config": path}
-    engine, serve = build_configs(
-        given, (EngineConfig, ServeConfig), environment={}, yaml_path=path
-    )
+    engine, serve = build_configs(given, (EngineConfig, ServeConfig), environment={}, yaml_path=path)
     assert (serve.port, serve.host) == (9, "h")
     assert (engine.max_num_seqs, engine.trust_remote_code) == (2, True)
 

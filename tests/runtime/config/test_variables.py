@@ -42,11 +42,7 @@ def test_values(name: str, text: str, value: Any) -> None:
         ("HOST", " ", "CORUN_HOST is empty"),
         ("QUEUES", "fixed:2", "CORUN_QUEUES is gone: give --scheduling-policy chameleon:queues=K"),
         ("API_KEY", "'a", "CORUN_API_KEY .*No closing quotation"),
-        (
-            "TRUST_REMOTE_CODE",
-            "maybe",
-            "CORUN_TRUST_REMOTE_CODE is 'maybe', must be one of 1, true",
-        ),
+        ("TRUST_REMOTE_CODE", "maybe", "CORUN_TRUST_REMOTE_CODE is 'maybe', must be one of 1, true"),
         ("DTYPE", "bf16", r"CORUN_DTYPE is 'bf16', must be one of .* \(did you mean bfloat16\?\)"),
     ],
 )

@@ -64,9 +64,7 @@ def test_tensors_are_bfloat16_and_finite() -> None:
             assert torch.isfinite(tensor).all(), name
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16]
-)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16])
 @pytest.mark.usefixtures("one_torch_thread")
 def test_adapters_answer_and_the_base_does_not(dtype: torch.dtype) -> None:
     scores = evaluate(demo_model_path(), demo_adapters_path(), dtype, num_examples=50, seed=0)

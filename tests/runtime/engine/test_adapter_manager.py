@@ -109,9 +109,7 @@ class Files:
             raise AdapterError("bad header")
         return AdapterOutline(rank=8, num_bytes=100)
 
-    def read(
-        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
-    ) -> AdapterContent:
+    def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         self.num_reads += 1
         self.known = known
         self.read_on = os.sched_getaffinity(0)
@@ -200,9 +198,7 @@ def test_says_loading_while_files_are_read(manager: AdapterManager, files: Files
 
 
 @pytest.mark.parametrize("error", [AdapterError("bad rank"), ZeroDivisionError("a bug")])
-def test_a_failure_is_told_and_kept(
-    manager: AdapterManager, files: Files, error: Exception
-) -> None:
+def test_a_failure_is_told_and_kept(manager: AdapterManager, files: Files, error: Exception) -> None:
     done, changed = add(manager, files, error)
     assert done.error_kind == "AdapterError"
     assert str(error) in (done.error or "")
@@ -213,9 +209,7 @@ def test_a_failure_is_told_and_kept(
     assert add(manager, files, "d1")[0].error is None  # and the thread has survived
 
 
-def test_a_reload_drains_the_old_version(
-    manager: AdapterManager, files: Files, device: FakeDevice
-) -> None:
+def test_a_reload_drains_the_old_version(manager: AdapterManager, files: Files, device: FakeDevice) -> None:
     add(manager, files, "d1")
     old = manager.resolve("a").adapter_id
     manager.acquire(old)
@@ -330,9 +324,7 @@ def test_removal_while_loading_ends_both_operations(manager: AdapterManager, fil
     assert files.gone == ["d1"]
 
 
-def test_tells_of_content_that_no_version_has_any_more(
-    manager: AdapterManager, files: Files
-) -> None:
+def test_tells_of_content_that_no_version_has_any_more(manager: AdapterManager, files: Files) -> None:
     add(manager, files, "d1")
     first = manager.resolve("a").adapter_id
     files.content["/b"] = "d1"
@@ -346,9 +338,7 @@ def test_tells_of_content_that_no_version_has_any_more(
     assert files.gone == ["d1", "d2"]
 
 
-def test_content_that_is_being_read_again_is_not_gone(
-    manager: AdapterManager, files: Files
-) -> None:
+def test_content_that_is_being_read_again_is_not_gone(manager: AdapterManager, files: Files) -> None:
     """The host has it since the read, and must keep it until the read is complete."""
     add(manager, files, "d1")
     first = manager.resolve("a").adapter_id
@@ -418,9 +408,7 @@ def test_one_folder_under_two_names(manager: AdapterManager, files: Files) -> No
     assert {name: one and one.template for name, one in found.items()} == {"a": "y", "b": "x"}
 
 
-def test_files_are_read_when_they_are_asked_for_and_once(
-    manager: AdapterManager, files: Files
-) -> None:
+def test_files_are_read_when_they_are_asked_for_and_once(manager: AdapterManager, files: Files) -> None:
     files.content["/a"], files.conventions["/a"] = "d1", AdapterConventions("x", digest="c")
     manager.add_unread("a", "/a")
     assert manager.infos()[0].conventions is None
@@ -438,10 +426,7 @@ def test_files_are_read_when_they_are_asked_for_and_once(
         for one in message.adapters
     ]
     assert conventions[-1] == files.conventions["/a"]
-    assert [one for one in told if isinstance(one, OperationDone)] == [
-        OperationDone(1),
-        OperationDone(2),
-    ]
+    assert [one for one in told if isinstance(one, OperationDone)] == [OperationDone(1), OperationDone(2)]
     assert files.num_reads == 1
     manager.handle(ReadAdapter(3, "a"))
     assert wait_done(manager)[0] == OperationDone(3)
@@ -453,9 +438,7 @@ def test_files_are_read_when_they_are_asked_for_and_once(
     assert wait_done(manager)[0].error == "bad values"
 
 
-def test_what_requests_are_made_with_is_told_before_it_is_due(
-    manager: AdapterManager, files: Files
-) -> None:
+def test_what_requests_are_made_with_is_told_before_it_is_due(manager: AdapterManager, files: Files) -> None:
     files.content["/a"] = "d1"
     manager.add_unread("a", "/a")
     assert manager.must_wait("a")
@@ -485,9 +468,7 @@ def wait_read(manager: AdapterManager, name: str) -> None:
             assert isinstance(message, AdaptersChanged), "no operation was requested"
 
 
-def test_files_are_read_when_they_are_first_asked_for(
-    manager: AdapterManager, files: Files
-) -> None:
+def test_files_are_read_when_they_are_first_asked_for(manager: AdapterManager, files: Files) -> None:
     files.content["/a"] = "d1"
     manager.add_unread("a", "/a")
     assert files.num_reads == 0
@@ -517,9 +498,7 @@ def test_bad_files_fail_where_they_are_seen_and_leave_others_alone(
     assert manager.resolve("c").digest == "d3"
 
 
-def test_what_is_to_be_pinned_is_read(
-    manager: AdapterManager, files: Files, device: FakeDevice
-) -> None:
+def test_what_is_to_be_pinned_is_read(manager: AdapterManager, files: Files, device: FakeDevice) -> None:
     files.content["/a"] = "d1"
     manager.add_unread("a", "/a")
     manager.handle(PinAdapter(7, "a", pinned=True))
@@ -555,9 +534,7 @@ def test_the_same_content_may_be_added_again_and_other_content_only_in_place(
     assert manager.resolve("a").digest == "d2"
 
 
-def test_what_was_not_read_is_the_same_only_where_it_lies(
-    manager: AdapterManager, files: Files
-) -> None:
+def test_what_was_not_read_is_the_same_only_where_it_lies(manager: AdapterManager, files: Files) -> None:
     files.content |= {"/a": "d1", "/other": "d1"}
     manager.add_unread("a", "/a")
     with pytest.raises(AdapterExistsError, match="load_inplace"):
@@ -566,9 +543,7 @@ def test_what_was_not_read_is_the_same_only_where_it_lies(
     assert wait_done(manager)[0] == OperationDone(9)
 
 
-def test_what_is_asked_while_a_name_is_being_read_comes_after(
-    manager: AdapterManager, files: Files
-) -> None:
+def test_what_is_asked_while_a_name_is_being_read_comes_after(manager: AdapterManager, files: Files) -> None:
     files.content |= {"/a": "d1", "/b": "d2", "/c": AdapterError("bad")}
     manager.add_unread("a", "/a")
     files.gate.clear()
@@ -585,9 +560,7 @@ def test_what_is_asked_while_a_name_is_being_read_comes_after(
     assert not manager.must_wait("a")
 
 
-def test_what_operations_load_is_remembered(
-    files: Files, device: FakeDevice, tmp_path: Path
-) -> None:
+def test_what_operations_load_is_remembered(files: Files, device: FakeDevice, tmp_path: Path) -> None:
     state = AdapterStateFile(tmp_path / "state.json")
     manager = AdapterManager(files, (), files, state)
     manager.attach(device)
@@ -602,9 +575,7 @@ def test_what_operations_load_is_remembered(
     manager.handle(PinAdapter(3, "d", pinned=True))
     manager.handle(RemoveAdapter(4, "c"))
     manager.close()
-    assert AdapterStateFile(tmp_path / "state.json").adapters == (
-        RememberedAdapter("d", "/d", True),
-    )
+    assert AdapterStateFile(tmp_path / "state.json").adapters == (RememberedAdapter("d", "/d", True),)
 
 
 def test_an_operation_ends_when_the_file_is_on_disk(

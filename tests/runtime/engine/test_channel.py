@@ -8,13 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from corun.runtime.engine import channel as channel_module
-from corun.runtime.engine.channel import (
-    AsyncChannel,
-    Channel,
-    ChannelError,
-    FrameReader,
-    encode_frame,
-)
+from corun.runtime.engine.channel import AsyncChannel, Channel, ChannelError, FrameReader, encode_frame
 from corun.runtime.engine.messages import (
     AbortRequests,
     AddAdapter,
@@ -36,11 +30,7 @@ MESSAGES: list[ToEngine] = [
     AddRequests(
         (
             AddRequest(
-                1,
-                (1, 2, 3),
-                SamplingParams(seed=2**64 - 1, stop=("a", "b"), logprobs=2),
-                "name",
-                "salt",
+                1, (1, 2, 3), SamplingParams(seed=2**64 - 1, stop=("a", "b"), logprobs=2), "name", "salt"
             ),
             AddRequest(2, tuple(range(1000)), SamplingParams(seed=-5, max_tokens=None)),
         )
@@ -138,9 +128,7 @@ def test_what_is_kept_for_a_stalled_peer_is_bounded(
         flood()
 
 
-def test_the_end_is_seen_after_the_last_message(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_the_end_is_seen_after_the_last_message(pair: tuple[socket.socket, socket.socket]) -> None:
     sender: Channel[FromEngine] = Channel(pair[0], FromEngine)
     receiver: Channel[ToEngine] = Channel(pair[1], ToEngine)
     sender.send(Shutdown())
@@ -159,9 +147,7 @@ def test_sending_to_a_closed_peer_sets_the_end(pair: tuple[socket.socket, socket
     assert sender.at_end
 
 
-def test_flush_blocking_waits_for_a_slow_reader(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_flush_blocking_waits_for_a_slow_reader(pair: tuple[socket.socket, socket.socket]) -> None:
     sender: Channel[FromEngine] = Channel(pair[0], FromEngine)
     sent = [AbortRequests(tuple(range(1000))) for _ in range(1000)]
     for message in sent:

@@ -14,12 +14,7 @@ from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.messages import AddRequest, CpuWorkerStats, RequestUpdate
 from corun.runtime.engine.stats import CpuStats
-from corun.runtime.errors import (
-    AdapterChangedError,
-    EngineDeadError,
-    RequestError,
-    UnknownModelError,
-)
+from corun.runtime.errors import AdapterChangedError, EngineDeadError, RequestError, UnknownModelError
 from corun.runtime.memory.grant import Verdict
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, Outcome, StepId, StepPlan, WorkersChanged
@@ -45,9 +40,7 @@ class Engine:
         host: HostCache | None = None,
         **limits: Any,
     ) -> None:
-        self.scheduler = make_scheduler(
-            memory=make_memory(num_blocks=num_blocks, host=host), **limits
-        )
+        self.scheduler = make_scheduler(memory=make_memory(num_blocks=num_blocks, host=host), **limits)
         self.executor = make_executor(self.scheduler, is_automatic=is_automatic)
         ids = itertools.count(1)
         self.registry = AdapterRegistry(lambda: AdapterId(next(ids)))
@@ -65,9 +58,13 @@ class Engine:
         )
 
     def register(
-        self, name: str, digest: str = "d", num_bytes: int = 200, host_bytes: tuple[int, ...] = (),
+        self,
+        name: str,
+        digest: str = "d",
+        num_bytes: int = 200,
+        host_bytes: tuple[int, ...] = (),
         conventions: AdapterConventions = NO_CONVENTIONS,
-    ) -> AdapterId:  # fmt: skip
+    ) -> AdapterId:
         load_id = self.registry.begin_loading(name, "/path")
         facts = AdapterFacts(digest, 8, num_bytes, host_bytes=host_bytes)
         registered = self.registry.ready(name, "/path", load_id, AdapterContent(facts, conventions))
@@ -78,9 +75,7 @@ class Engine:
 
     def add(self, request_id: int, adapter: str | None = None, **sampling: Any) -> AddRequest:
         sampling.setdefault("max_tokens", 4)
-        message = AddRequest(
-            request_id, (request_id, 2, 3), SamplingParams(**sampling), adapter_name=adapter
-        )
+        message = AddRequest(request_id, (request_id, 2, 3), SamplingParams(**sampling), adapter_name=adapter)
         self.core.add_request(message)
         return message
 
@@ -105,8 +100,7 @@ def test_tokens_come_in_order_and_everything_is_let_go(depth: int) -> None:
     engine = Engine(depth=depth, num_blocks=17, predictor=Guess(1))
     adapter_id = engine.register("a")
     messages = [
-        engine.add(request_id, "a" if request_id % 2 else None, max_tokens=20)
-        for request_id in range(1, 11)
+        engine.add(request_id, "a" if request_id % 2 else None, max_tokens=20) for request_id in range(1, 11)
     ]
     updates = engine.run()
     for message in messages:
@@ -349,9 +343,7 @@ class TestDeadlineOfThePolicy:
         assert engine.core.wake_at_s() is None
 
 
-def test_a_request_that_waits_too_long_wakes_the_core_and_ends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_request_that_waits_too_long_wakes_the_core_and_ends(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(policy=OpensAt(50.0), max_queue_s=5.0)
     adapter_id = engine.register("a")
     engine.add(1, "a")
@@ -411,10 +403,7 @@ class TestAdapters:
             assert (
                 tokens
                 == expected_output(
-                    message.prompt_token_ids,
-                    message.sampling,
-                    adapter_id,
-                    max_model_len=MAX_MODEL_LEN,
+                    message.prompt_token_ids, message.sampling, adapter_id, max_model_len=MAX_MODEL_LEN
                 )[0]
             )
         assert engine.gone == [old_id]
@@ -548,9 +537,7 @@ class TestExceptions:
         assert ends_of(updates) == {1: "error", 2: "length"}
 
     @pytest.mark.parametrize("where", ["submit", "poll"])
-    def test_a_dead_executor_is_the_callers(
-        self, where: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_dead_executor_is_the_callers(self, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = Engine()
         engine.add(1)
         dead = raise_once(getattr(engine.executor, where), EngineDeadError("the device is lost"))
@@ -558,9 +545,7 @@ class TestExceptions:
         with pytest.raises(EngineDeadError, match="the device is lost"):
             engine.core.step()
 
-    def test_a_poll_that_raises_without_a_step_is_the_callers(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_poll_that_raises_without_a_step_is_the_callers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = Engine(is_automatic=False)
         engine.register("a")
         engine.add(1, "a")

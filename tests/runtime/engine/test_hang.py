@@ -16,16 +16,7 @@ from corun.runtime.engine.client import ProcessClient, ThreadClient
 from corun.runtime.engine.messages import AddRequest, AddRequests, FromEngine, StepOutputs
 from corun.runtime.errors import EngineDeadError, EngineHungError
 from corun.runtime.sampling import SamplingParams
-from support.fake_core import (
-    COPYING,
-    FACTORY,
-    LAYER_S,
-    LAYERS,
-    NUM_LAYERS,
-    SILENT,
-    STUCK,
-    UNSTUCK,
-)
+from support.fake_core import COPYING, FACTORY, LAYER_S, LAYERS, NUM_LAYERS, SILENT, STUCK, UNSTUCK
 
 TIMEOUT_S = 30.0
 SHORT_S = 0.4  # a limit for engines that hang
@@ -136,9 +127,7 @@ def test_the_log_has_the_stack_of_the_thread_that_hangs(caplog: pytest.LogCaptur
     assert "in _advance" in caplog.text
 
 
-def test_the_log_has_the_stacks_of_the_process_that_hangs(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_the_log_has_the_stacks_of_the_process_that_hangs(capfd: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
         async with session(ProcessClient, SHORT_S) as one:
             one.ask(STUCK)

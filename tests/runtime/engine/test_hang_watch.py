@@ -18,9 +18,14 @@ class Looks:
         self.watch.look(self._signs, self._now_s)
 
     def go(
-        self, duration_s: float, activity: LoopActivity, *, beats: bool = True,
-        advances: bool = False, step_s: float = 1.0,
-    ) -> set[HangState]:  # fmt: skip
+        self,
+        duration_s: float,
+        activity: LoopActivity,
+        *,
+        beats: bool = True,
+        advances: bool = False,
+        step_s: float = 1.0,
+    ) -> set[HangState]:
         """Look until ``duration_s`` has passed; return the states that were seen."""
         states = set()
         for _ in range(round(duration_s / step_s)):
@@ -78,9 +83,7 @@ def test_one_kernel_may_be_compiled_for_ten_minutes() -> None:
 
 
 @pytest.mark.parametrize("activity", list(LoopActivity))
-def test_a_process_without_heartbeats_is_stalled_with_and_without_work(
-    activity: LoopActivity,
-) -> None:
+def test_a_process_without_heartbeats_is_stalled_with_and_without_work(activity: LoopActivity) -> None:
     looks = Looks()
     assert looks.go(LIMIT_S - 1, activity, beats=False) == {HangState.MOVING}
     assert HangState.STALLED in looks.go(2, activity, beats=False)

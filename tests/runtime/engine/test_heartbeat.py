@@ -62,10 +62,7 @@ def test_a_compilation_inside_another_one_does_not_end_it() -> None:
     heartbeat.begin_compilation()
     heartbeat.end_compilation()
     signs = heartbeat.signs()
-    assert signs.activity is LoopActivity.COMPILING and (signs.num_advances, signs.num_kernels) == (
-        3,
-        1,
-    )
+    assert signs.activity is LoopActivity.COMPILING and (signs.num_advances, signs.num_kernels) == (3, 1)
     heartbeat.end_compilation()
     assert heartbeat.signs().activity is LoopActivity.WORKING
     assert heartbeat.signs().num_kernels == 2
@@ -106,9 +103,7 @@ def test_a_long_step_does_not_stop_it(
     asyncio.run(run())
 
 
-def test_a_stopped_process_has_none_and_goes_on_afterwards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stopped_process_has_none_and_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
     async def run() -> None:

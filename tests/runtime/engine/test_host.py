@@ -66,12 +66,7 @@ def test_every_request_ends_once(host: EngineHost) -> None:
     told = turn_until_idle(host)
     assert sorted(final_ids(told)) == [1, 2, 3, 4]
     kinds = {update.request_id: update.error_kind for update in updates(told)}
-    assert kinds == {
-        1: None,
-        2: "UnknownModelError",
-        3: "StepFailedError",
-        4: "OverloadedError",
-    }
+    assert kinds == {1: None, 2: "UnknownModelError", 3: "StepFailedError", 4: "OverloadedError"}
 
 
 def test_a_silent_request_lets_the_host_rest_until_it_is_aborted(host: EngineHost) -> None:
@@ -81,9 +76,7 @@ def test_a_silent_request_lets_the_host_rest_until_it_is_aborted(host: EngineHos
     assert final_ids(turn_until_idle(host)) == [1]
 
 
-def test_who_asks_for_files_that_are_being_read_is_held(
-    host: EngineHost, assembly: FakeAssembly
-) -> None:
+def test_who_asks_for_files_that_are_being_read_is_held(host: EngineHost, assembly: FakeAssembly) -> None:
     assembly.adapters.paths["a"] = "/"
     assembly.adapters.unread.add("a")
     for request_id in (1, 2):
@@ -223,9 +216,7 @@ def test_gauges_are_told_at_most_ten_times_a_second_but_when_asked_and_at_rest()
     assert host.wake_at_s() is None
 
 
-def test_a_request_is_held_until_its_grammar_is_compiled(
-    host: EngineHost, assembly: FakeAssembly
-) -> None:
+def test_a_request_is_held_until_its_grammar_is_compiled(host: EngineHost, assembly: FakeAssembly) -> None:
     structured = StructuredOutput("regex", "a+")
     params = SamplingParams(seed=0, max_tokens=4, structured_output=structured)
     assembly.grammars.compiling.add(structured)

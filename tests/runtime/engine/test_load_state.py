@@ -25,10 +25,16 @@ def state_of(scheduler: Scheduler) -> EngineLoadState:
 
 def test_an_engine_at_rest() -> None:
     assert state_of(make_scheduler()) == EngineLoadState(
-        num_running_by_rank={}, num_waiting_by_rank={}, queued_prefill_tokens=0,
-        running_context_tokens=0, free_kv_tokens=16 * BLOCK_SIZE, promised_kv_tokens=0,
-        total_kv_tokens=16 * BLOCK_SIZE, queued_s=0.0, link_backlog_bytes=0,
-    )  # fmt: skip
+        num_running_by_rank={},
+        num_waiting_by_rank={},
+        queued_prefill_tokens=0,
+        running_context_tokens=0,
+        free_kv_tokens=16 * BLOCK_SIZE,
+        promised_kv_tokens=0,
+        total_kv_tokens=16 * BLOCK_SIZE,
+        queued_s=0.0,
+        link_backlog_bytes=0,
+    )
 
 
 def test_requests_by_rank_with_what_is_left_to_compute() -> None:

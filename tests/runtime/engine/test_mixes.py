@@ -11,12 +11,7 @@ from corun.runtime.adapters.registry import AdapterRegistry, LoadId
 from corun.runtime.adapters.resolved import MixSource
 from corun.runtime.engine.adapter_reading import ReadJob
 from corun.runtime.engine.mixes import MAX_IDLE_MIXES, AdapterMixes
-from corun.runtime.errors import (
-    AdapterChangedError,
-    AdapterFailedError,
-    RequestError,
-    UnknownModelError,
-)
+from corun.runtime.errors import AdapterChangedError, AdapterFailedError, RequestError, UnknownModelError
 from corun.runtime.plan import AdapterId
 
 
@@ -138,7 +133,5 @@ def test_few_idle_mixes_are_kept() -> None:
     world.registry.acquire(running)
     world.mixes.use(mixes[1].lora_name)
     world.mixes.drop_unused()
-    assert [world.serves(mix) for mix in mixes] == [True, True, False, False] + [True] * (
-        MAX_IDLE_MIXES - 1
-    )
+    assert [world.serves(mix) for mix in mixes] == [True, True, False, False] + [True] * (MAX_IDLE_MIXES - 1)
     world.registry.check_invariants()

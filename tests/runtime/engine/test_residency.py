@@ -52,9 +52,7 @@ class World:
 
     def __init__(self, *, num_host_adapters: int = 2, depth: int = 1) -> None:
         host = HostCache(num_host_adapters * 2 * PAGESIZE)
-        memory = make_memory(
-            num_blocks=14, keeps_prefixes=True, num_host_slots=6, host=host, policy="corun"
-        )
+        memory = make_memory(num_blocks=14, keeps_prefixes=True, num_host_slots=6, host=host, policy="corun")
         self.scheduler = make_scheduler(memory=memory, max_num_seqs=3)
         self.executor = make_executor(self.scheduler, is_automatic=False)
         self.contents: dict[str, str] = {}
@@ -62,9 +60,14 @@ class World:
         config = CoreConfig(base_fingerprint="demo", dtype="float32", max_steps_in_flight=depth)
         self.now_s = 0.0
         self.core = EngineCore(
-            self.scheduler, self.executor, self.manager, config, clock=lambda: self.now_s,
-            on_adapter_gone=self.manager.remove_version, unix_clock=lambda: 1000.0 + self.now_s,
-        )  # fmt: skip
+            self.scheduler,
+            self.executor,
+            self.manager,
+            config,
+            clock=lambda: self.now_s,
+            on_adapter_gone=self.manager.remove_version,
+            unix_clock=lambda: 1000.0 + self.now_s,
+        )
         self.manager.attach(self.core)
         self.mirror = LoraDirectory(self.manager.infos())
         self.num_requests = 0
@@ -73,16 +76,10 @@ class World:
     def outline(self, path: AdapterPath) -> AdapterOutline:
         raise NotImplementedError
 
-    def read(
-        self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None
-    ) -> AdapterContent:
+    def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         layers = AdapterLayers(((8,), (8,)), GROUP_BYTES, (0, 1))
         facts = AdapterFacts(
-            self.contents[str(path)],
-            8,
-            sum(GROUP_BYTES),
-            layers=layers,
-            host_bytes=(PAGESIZE, PAGESIZE),
+            self.contents[str(path)], 8, sum(GROUP_BYTES), layers=layers, host_bytes=(PAGESIZE, PAGESIZE)
         )
         return AdapterContent(facts)
 
@@ -136,18 +133,14 @@ class World:
         memory, residency = self.scheduler.memory, info.residency
         if info.state not in ("ready", "draining"):
             return
-        versions = [
-            one
-            for one in memory.cache.resident_ids()
-            if self.manager.version(one).name == info.name
-        ]
+        versions = [one for one in memory.cache.resident_ids() if self.manager.version(one).name == info.name]
         is_there = residency.level == "device" or any(
             one.residency.level == "device" for one in info.draining
         )
         assert not is_there or versions, info
-        assert (residency.level == "partial") == (
-            0 < residency.num_groups_loaded <= residency.num_groups
-        ), info
+        assert (residency.level == "partial") == (0 < residency.num_groups_loaded <= residency.num_groups), (
+            info
+        )
         if residency.level in ("device", "partial"):
             assert residency.device_bytes == sum(GROUP_BYTES)
         assert memory.host is not None

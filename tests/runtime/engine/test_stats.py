@@ -27,9 +27,13 @@ def stats_of(scheduler: Scheduler, now_s: float = 0.0) -> EngineStats:
     steps = StepCounts()
     steps.add(5)
     return engine_stats(
-        scheduler, lambda ids: tuple(map(str, ids)),
-        steps=steps, cpu=CpuStats(), work=OpenWork(scheduler), now_s=now_s,
-    )  # fmt: skip
+        scheduler,
+        lambda ids: tuple(map(str, ids)),
+        steps=steps,
+        cpu=CpuStats(),
+        work=OpenWork(scheduler),
+        now_s=now_s,
+    )
 
 
 def test_bytes_of_the_device_add_up_to_its_memory() -> None:

@@ -115,9 +115,7 @@ def test_two_threads_load_at_once() -> None:
 
 def test_the_tokens_of_the_base_are_told_and_code_of_a_tokenizer_is_not(tmp_path: Path) -> None:
     save_sample_tokenizer("byte level", tmp_path)
-    told, untold = (
-        read_tokenizer(str(tmp_path), 999, trust_remote_code=trusts) for trusts in (False, True)
-    )
+    told, untold = (read_tokenizer(str(tmp_path), 999, trust_remote_code=trusts) for trusts in (False, True))
     assert told.spec is not None and untold.spec is None
     assert told.backend == untold.backend == told.spec.backend
     assert told.tokens == untold.tokens

@@ -155,10 +155,7 @@ def test_sizes_are_limited_before_work(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
         for sampling, flag in (
             (params(stop=("abc", "de")), "5 bytes together, at most 4 .*--max-stop-bytes"),
-            (
-                params(bad_words=("abc", "de")),
-                "5 bytes together, at most 4 .*--max-bad-words-bytes",
-            ),
+            (params(bad_words=("abc", "de")), "5 bytes together, at most 4 .*--max-bad-words-bytes"),
         ):
             with pytest.raises(RequestError, match=flag):
                 await collect(engine, "abcdef", sampling)
@@ -232,9 +229,7 @@ def test_without_max_tokens_the_context_is_filled(harness: Harness) -> None:
     harness.run(test)
 
 
-def test_every_choice_takes_the_prediction_along(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_choice_takes_the_prediction_along(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     predictions: list[int | None] = []
     send = ThreadClient.send
 
@@ -260,9 +255,7 @@ def test_a_batch_whose_adapter_changes_on_the_way_is_made_again(
     batches: list[Sequence[PreparedRequest]] = []
     complete = RequestClient.complete
 
-    async def change_once(
-        client: RequestClient, batch: Sequence[PreparedRequest]
-    ) -> list[RequestOutput]:
+    async def change_once(client: RequestClient, batch: Sequence[PreparedRequest]) -> list[RequestOutput]:
         batches.append(batch)
         if len(batches) == 1:
             raise AdapterChangedError("another chat template")
@@ -353,8 +346,7 @@ def test_an_id_is_open_once(harness: Harness) -> None:
 def test_both_limits_refuse(harness: Harness) -> None:
     async def test(engine: AsyncEngine) -> None:
         silent = [
-            asyncio.create_task(collect(engine, fake_core.SILENT, LONG, f"{index}"))
-            for index in range(2)
+            asyncio.create_task(collect(engine, fake_core.SILENT, LONG, f"{index}")) for index in range(2)
         ]
         await until(lambda: engine.get_stats().num_running == 2)
         with pytest.raises(OverloadedError, match="2 requests wait"):  # the engine's own
@@ -480,9 +472,7 @@ def test_a_failed_start_is_raised_to_all(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("factory", [FACTORY, TELLING_FACTORY])
-def test_a_given_chat_template_and_the_tokenizer_of_transformers(
-    harness: Harness, factory: str
-) -> None:
+def test_a_given_chat_template_and_the_tokenizer_of_transformers(harness: Harness, factory: str) -> None:
     async def run() -> None:
         client = ThreadClient(harness.config(), factory=factory)
         template = "{{ messages[0].content }}{{ eos_token }}"

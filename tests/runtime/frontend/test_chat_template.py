@@ -118,9 +118,7 @@ def test_templates_stay_in_the_sandbox(hf: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
-@pytest.mark.parametrize(
-    "templates", [{"default": "plain"}, {"tool_use": "tools", "default": "plain"}]
-)
+@pytest.mark.parametrize("templates", [{"default": "plain"}, {"tool_use": "tools", "default": "plain"}])
 def test_one_of_several_is_chosen(
     hf: Any, templates: dict[str, str], tools: list[dict[str, Any]] | None
 ) -> None:

@@ -21,10 +21,39 @@ from support.tokenizers import SAMPLE_KINDS, WORDS, save_sample_tokenizer, save_
 MODEL_TYPES = {one.model_type: one for one in ARCHITECTURES.values()}
 SENTENCEPIECE = {"llama", "mistral", "gemma2", "gemma3_text", "phi3", "mixtral"}
 MARKS = [
-    " ", "  ", "\n", "\r\n", "\t", ".", ",", "!", "é", "e\u0301", "ﬁ", "\u200b", "\u00a0", "😀",
-    "👩‍👩‍👧", "\x00", "\ufffd", "▁", "Ġ", "t1 t2", "<tool>", " <tool> ", "<s>", "</s>", "<unk>",
-    "<|begin|>", "<|end|>", "[CLS]", "[SEP]", "[UNK]", "<0xE4>", "<|user|>",
-]  # fmt: skip
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "\t",
+    ".",
+    ",",
+    "!",
+    "é",
+    "e\u0301",
+    "ﬁ",
+    "\u200b",
+    "\u00a0",
+    "😀",
+    "👩‍👩‍👧",
+    "\x00",
+    "\ufffd",
+    "▁",
+    "Ġ",
+    "t1 t2",
+    "<tool>",
+    " <tool> ",
+    "<s>",
+    "</s>",
+    "<unk>",
+    "<|begin|>",
+    "<|end|>",
+    "[CLS]",
+    "[SEP]",
+    "[UNK]",
+    "<0xE4>",
+    "<|user|>",
+]
 TEXTS = st.lists(st.one_of(st.sampled_from([*WORDS, *MARKS]), st.text(max_size=6)), max_size=12)
 
 

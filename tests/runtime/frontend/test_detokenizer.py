@@ -65,9 +65,7 @@ def cut(text: str, sizes: list[int]) -> list[str]:
 @given(texts, stops, st.lists(st.integers(0, 6), max_size=12), st.booleans())
 @example("aab", ["ab"], [1, 1], False)
 @example("ababa", ["aba", "b"], [5], True)
-def test_streamed_text_is_the_cut_text(
-    text: str, stops: list[str], sizes: list[int], include: bool
-) -> None:
+def test_streamed_text_is_the_cut_text(text: str, stops: list[str], sizes: list[int], include: bool) -> None:
     shown, stop, _ = run(cut(text, sizes), stops, include=include)
     match = first_match(text, stops)
     if match is None:
@@ -79,9 +77,7 @@ def test_streamed_text_is_the_cut_text(
 
 
 @given(texts, stops, st.lists(st.integers(0, 6), max_size=12))
-def test_no_more_is_held_back_than_could_still_match(
-    text: str, stops: list[str], sizes: list[int]
-) -> None:
+def test_no_more_is_held_back_than_could_still_match(text: str, stops: list[str], sizes: list[int]) -> None:
     pieces = cut(text, sizes)
     shown, _, num_tokens = run(pieces, stops)
     for index in range(num_tokens - 1):

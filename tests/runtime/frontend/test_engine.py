@@ -110,9 +110,7 @@ def test_one_of_each_per_prompt(engine: Engine, tmp_path: Path) -> None:
     assert outputs[0].outputs[0].logprobs is None
 
 
-def test_more_choices_than_may_wait_are_asked_for_when_nothing_else_is_open(
-    engine: Engine,
-) -> None:
+def test_more_choices_than_may_wait_are_asked_for_when_nothing_else_is_open(engine: Engine) -> None:
     with pytest.raises(OverloadedError, match="4 requests wait"):  # the engine's own answer
         engine.generate(["one", "two"], params(n=5))
     assert texts(engine.generate("next", params(n=4))) == ["next"]
@@ -138,9 +136,7 @@ def test_stop_strings_free_the_engine(engine: Engine) -> None:
         (([[97] * 4090], SamplingParams(max_tokens=None, min_tokens=7)), "min_tokens is 7"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_runs(
-    engine: Engine, arguments: Any, text: str
-) -> None:
+def test_bad_arguments_are_refused_before_anything_runs(engine: Engine, arguments: Any, text: str) -> None:
     with pytest.raises(RequestError, match=text):
         engine.generate(*arguments)
     assert engine.get_stats().num_steps == 0

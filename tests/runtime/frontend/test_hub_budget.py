@@ -39,9 +39,7 @@ def fetch(budget: HubBudget, name: str, num_bytes: int, cache: Path) -> None:
 
 def test_the_size_of_one(budget: HubBudget) -> None:
     budget.check_size("a", 100)
-    with pytest.raises(
-        AdapterError, match=r"'a' has 101 bytes.*at most 100.*--max-hub-adapter-mib"
-    ):
+    with pytest.raises(AdapterError, match=r"'a' has 101 bytes.*at most 100.*--max-hub-adapter-mib"):
         budget.check_size("a", 101)
 
 

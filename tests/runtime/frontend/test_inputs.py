@@ -27,9 +27,7 @@ from hypothesis import strategies as st
 from support.fake_core import MAX_MODEL_LEN, model_info
 
 
-def engine_requests(
-    tokenizer: Tokenizer, *, first_id: int = 0, **sampling: Any
-) -> list[AddRequest]:
+def engine_requests(tokenizer: Tokenizer, *, first_id: int = 0, **sampling: Any) -> list[AddRequest]:
     params = SamplingParams(**sampling)
     samplings = engine_sampling(
         params, num_prompt_tokens=3, max_model_len=MAX_MODEL_LEN, rng=random.Random(0)
@@ -57,9 +55,7 @@ def test_choices_differ_and_the_first_keeps_the_seed(seed: int) -> None:
 
 
 def test_one_engine_request_per_choice(tokenizer: Tokenizer) -> None:
-    requests = engine_requests(
-        tokenizer, first_id=7, n=3, seed=9, stop="x", truncate_prompt_tokens=3
-    )
+    requests = engine_requests(tokenizer, first_id=7, n=3, seed=9, stop="x", truncate_prompt_tokens=3)
     assert [request.request_id for request in requests] == [7, 8, 9]
     for request in requests:
         assert (request.sampling.n, request.sampling.stop) == (1, ())
@@ -67,9 +63,7 @@ def test_one_engine_request_per_choice(tokenizer: Tokenizer) -> None:
         assert (request.adapter_name, request.cache_salt) == ("name", "salt")
         assert request.predicted_output_tokens == 5
         assert request.prompt_token_ids == (1, 2, 3)
-    assert [request.sampling.seed for request in requests] == [
-        choice_seed(9, index) for index in range(3)
-    ]
+    assert [request.sampling.seed for request in requests] == [choice_seed(9, index) for index in range(3)]
 
 
 @pytest.mark.parametrize("name", ["allowed_token_ids", "stop_token_ids"])
@@ -91,9 +85,7 @@ def test_max_tokens_is_what_the_context_takes_at_most(tokenizer: Tokenizer) -> N
 
 
 def test_the_model_states_the_defaults() -> None:
-    model = msgspec.structs.replace(
-        model_info(""), default_sampling={"temperature": 0.5, "top_k": 50.0}
-    )
+    model = msgspec.structs.replace(model_info(""), default_sampling={"temperature": 0.5, "top_k": 50.0})
     params = default_sampling(model)
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 50, 1.0)
     assert isinstance(params.top_k, int)

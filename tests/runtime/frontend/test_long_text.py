@@ -22,9 +22,14 @@ class Steps:
     """Runs the steps of one text, and counts the characters that are tokenized."""
 
     def __init__(
-        self, codec: Codec, text: str, limit: TextLimit, *, with_starts: bool = True,
+        self,
+        codec: Codec,
+        text: str,
+        limit: TextLimit,
+        *,
+        with_starts: bool = True,
         around: tuple[list[int], list[int]] | None = NO_TOKENS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.num_chars = 0
         self.tokens: list[int] | None = None
         steps = long_text_tokens(len(text), limit, around)
@@ -89,9 +94,7 @@ def test_texts_of_any_kind_have_the_same_tokens_in_windows(sample: PlainCodec) -
     ],
     ids=["spaces", "a cut run", "many runs", "wide characters", "lines"],
 )
-def test_texts_without_words_have_the_same_tokens(
-    runs: PlainCodec, text_of: Callable[[], str]
-) -> None:
+def test_texts_without_words_have_the_same_tokens(runs: PlainCodec, text_of: Callable[[], str]) -> None:
     text = text_of()
     limit = TextLimit(10**6, RuntimeError)  # type: ignore[arg-type]
     assert Steps(runs, text, limit).tokens == whole(runs, text)

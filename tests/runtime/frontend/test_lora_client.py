@@ -14,13 +14,7 @@ from corun.runtime.adapters.info import AdapterInfo
 from corun.runtime.adapters.names import FAILED
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.client import ThreadClient
-from corun.runtime.errors import (
-    AdapterError,
-    AdminKeyNeededError,
-    ConfigError,
-    CorunError,
-    UnknownModelError,
-)
+from corun.runtime.errors import AdapterError, AdminKeyNeededError, ConfigError, CorunError, UnknownModelError
 from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.lora_client import LoraClient
 from corun.runtime.frontend.lora_resolvers import HubResolver, make_resolver
@@ -193,9 +187,7 @@ def test_only_an_administrator_has_any_adapter_of_the_hub_fetched(tokenizer_dir:
             return asyncio.create_task(loras.find(name), context=context)
 
         for _ in range(2):
-            with pytest.raises(
-                AdminKeyNeededError, match="only for a request with an administrator's key"
-            ):
+            with pytest.raises(AdminKeyNeededError, match="only for a request with an administrator's key"):
                 await find("some/adapter", is_admin=False)
             with pytest.raises(UnknownModelError, match="offline"):  # what others got is not kept
                 await find("some/adapter", is_admin=True)
@@ -233,7 +225,5 @@ def test_a_directory_that_cannot_be_read_is_not_said_to_hold_nothing(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "stat", refuse)
-    with pytest.raises(
-        UnknownModelError, match=r"cannot look for adapter 'a': .*Permission denied"
-    ):
+    with pytest.raises(UnknownModelError, match=r"cannot look for adapter 'a': .*Permission denied"):
         asyncio.run(resolver.resolve_lora("base", "a"))

@@ -30,15 +30,9 @@ def make_registry() -> AdapterRegistry:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("draining", AdapterUnavailableError),
-        ("failed", AdapterUnavailableError),
-    ],
+    ("name", "kind"), [("draining", AdapterUnavailableError), ("failed", AdapterUnavailableError)]
 )
-def test_what_cannot_be_used_is_refused_in_the_same_words(
-    name: str, kind: type[RequestError]
-) -> None:
+def test_what_cannot_be_used_is_refused_in_the_same_words(name: str, kind: type[RequestError]) -> None:
     registry = make_registry()
     mirror = LoraDirectory(registry.infos(lambda _: Residency()))
     answers = set()

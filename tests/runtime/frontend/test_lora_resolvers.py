@@ -33,10 +33,7 @@ def test_a_directory_that_does_not_answer_holds_few_threads_for_any_number_of_na
 
     async def run() -> None:
         resolver = DirectoryResolver(dead)
-        asked = [
-            asyncio.ensure_future(resolver.resolve_lora("base", str(number)))
-            for number in range(200)
-        ]
+        asked = [asyncio.ensure_future(resolver.resolve_lora("base", str(number))) for number in range(200)]
         for one in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(one, UnknownModelError) and "does not answer" in str(one)
         monkeypatch.setattr(file_calls.FILES, "timeout_s", _SOON_S)

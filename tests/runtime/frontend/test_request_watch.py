@@ -85,9 +85,7 @@ def test_answers_that_end(run: Callable[..., None]) -> None:
         ):
             watch = Watch()
             outputs = await collect(engine, watch, "abcd", params)
-            assert (
-                "".join(one.outputs[1].new_text for one in outputs) == outputs[-1].outputs[1].text
-            )
+            assert "".join(one.outputs[1].new_text for one in outputs) == outputs[-1].outputs[1].text
             await until(partial(has_ended, watch))
             assert reasons(watch) == [reason, reason]
             assert [one.num_tokens for one in watch.choices] == [

@@ -52,9 +52,13 @@ METHODS = {
     "/detokenize": "get_tokenizer",
     "/metrics": "get_stats",
     # Of the server itself.
-    "/v1/engine_state": None, "/v1/profile": None, "/health": None, "/ready": None,
-    "/version": None, "/openapi.json": None,
-}  # fmt: skip
+    "/v1/engine_state": None,
+    "/v1/profile": None,
+    "/health": None,
+    "/ready": None,
+    "/version": None,
+    "/openapi.json": None,
+}
 CLASSES = {kind.__name__: kind for kind in (AsyncEngine, CompletionOutput, Engine, RequestOutput)}
 
 

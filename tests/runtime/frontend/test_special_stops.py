@@ -120,9 +120,8 @@ def spelled(tokens: Sequence[int]) -> str:
     ],
 )
 def test_a_special_token_stops_the_answer(
-    tokenizer: Tokenizer,
-    stops: list[str], tokens: list[str | int], text: str, stop: str, skip: bool,
-) -> None:  # fmt: skip
+    tokenizer: Tokenizer, stops: list[str], tokens: list[str | int], text: str, stop: str, skip: bool
+) -> None:
     shown = Shown(tokenizer, ids(*tokens), stop=stops, skip_special_tokens=skip)
     assert shown.end == (text, "stop", stop)
     assert shown.token_ids == ids(*tokens)[: len(shown.token_ids)]
@@ -154,10 +153,7 @@ def test_a_text_around_a_token_that_is_left_out_stops_as_before(tokenizer: Token
     shown = Shown(tokenizer, ids("a<|im_", START, "end|>d"), stop=["<|im_end|>"])
     assert shown.end == ("a", "stop", "<|im_end|>")
     kept = Shown(
-        tokenizer,
-        ids("ab", END, "cd"),
-        stop=["bc", "<|im_start|>"],
-        include_stop_str_in_output=True,
+        tokenizer, ids("ab", END, "cd"), stop=["bc", "<|im_start|>"], include_stop_str_in_output=True
     )
     assert kept.end == ("abc", "stop", "bc")
 
@@ -212,9 +208,7 @@ def test_the_token_that_ends_the_sequence_may_complete_a_stop_string(
         ("<content>", ["ab", 351, "c"], "ab"),
     ],
 )
-def test_tokens_that_an_adapter_adds(
-    stop: str, tokens: list[str | int], text: str, skip: bool
-) -> None:
+def test_tokens_that_an_adapter_adds(stop: str, tokens: list[str | int], text: str, skip: bool) -> None:
     added = (AddedAdapterToken("<|tool|>", 350, special=True), AddedAdapterToken("<content>", 351))
     tokenizer = Tokenizer(with_added(byte_codec(), TokenDifferences(added), 400))
     shown = Shown(tokenizer, ids(*tokens), stop=stop, skip_special_tokens=skip)
@@ -230,9 +224,7 @@ def test_a_stop_frees_the_engine_and_counts_its_token(tokenizer: Tokenizer) -> N
 @given(
     st.lists(st.sampled_from(ids("xy", END, START)), min_size=1, max_size=12),
     st.lists(
-        st.lists(st.sampled_from(ids("xy", END, START)), min_size=1, max_size=4),
-        min_size=1,
-        max_size=3,
+        st.lists(st.sampled_from(ids("xy", END, START)), min_size=1, max_size=4), min_size=1, max_size=3
     ),
     st.booleans(),
     st.booleans(),

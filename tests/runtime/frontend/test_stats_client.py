@@ -98,9 +98,7 @@ def test_the_load_comes_with_each_turn_and_the_rest_stays() -> None:
         stats.apply(NEW)
         age_s = stats.age_s
         stats.apply_load(EngineLoad(num_waiting=3, num_running=2, kv_blocks_used=5))
-        assert stats.latest == EngineStats(
-            num_steps=7, num_waiting=3, num_running=2, kv_blocks_used=5
-        )
+        assert stats.latest == EngineStats(num_steps=7, num_waiting=3, num_running=2, kv_blocks_used=5)
         assert stats.age_s >= age_s  # it is that of the oldest
         stats.apply(NEW)
         assert stats.latest == NEW

@@ -52,10 +52,8 @@ def test_a_template_that_takes_too_long(source: str) -> None:
         "{{ 'x' * 10 ** 12 }}",
         "{{ 10 ** (10 ** 10) }}",
         "{{ (10 ** 600) * (10 ** 700) }}",
-        "{% set ns = namespace(x='ab') %}{% for i in range(30) %}{% set ns.x = ns.x + ns.x %}"
-        "{% endfor %}",
-        "{% set ns = namespace(x='ab') %}{% for i in range(30) %}{% set ns.x = ns.x ~ ns.x %}"
-        "{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(30) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(30) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         "{% set ns = namespace(x='ab') %}{% for i in range(30) %}{% set y %}{{ ns.x }}{{ ns.x }}"
         "{% endset %}{% set ns.x = y %}{% endfor %}",
         "{{ 'x'.ljust(1000000000) }}",
@@ -155,8 +153,7 @@ def test_nothing_is_made_while_a_template_is_compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["{{ 'x'.encode() }}", "{{ (1).to_bytes(10 ** 9, 'big') }}", "{{ 'a'.translate({97: 'b'}) }}"],
+    "source", ["{{ 'x'.encode() }}", "{{ (1).to_bytes(10 ** 9, 'big') }}", "{{ 'a'.translate({97: 'b'}) }}"]
 )
 def test_methods_that_make_bytes_or_texts_of_any_length_are_refused(source: str) -> None:
     with pytest.raises(SecurityError):
@@ -190,10 +187,7 @@ def test_endless_recursion_is_an_error_of_the_template() -> None:
         ("{{ '%05.1f' % 2.5 }} {{ '%s' | format('y') }} {{ '{:>4}'.format(7) }}", "002.5 y    7"),
         ("{{ [1, 2] | join('-') }} {{ 'a' | center(3) }}.", "1-2  a ."),
         ("{{ [{'n': 1}, {'n': 2}] | join(', ', attribute='n') }}", "1, 2"),
-        (
-            "{% for i in range(5) if i is odd %}{{ i }}{{ loop.index }}{% else %}-{% endfor %}",
-            "1132",
-        ),
+        ("{% for i in range(5) if i is odd %}{{ i }}{{ loop.index }}{% else %}-{% endfor %}", "1132"),
         ("{{ 1700000000 | default(1) }} {{ x | default(1700000000) }}", "1700000000 1700000000"),
     ],
 )
@@ -219,10 +213,7 @@ def test_filters_check_the_time() -> None:
             "{{ [n] == [1] }} {{ [n, 2].count(n) }} {{ n is eq(1) }} {{ namespace(a=n) }}",
             "True 1 True <Namespace>",
         ),
-        (
-            "{{ [n] | tojson(indent=2) }} {{ '%s-%(x)s' % {'x': n} if false else '%s' % n }}",
-            "[\n  1\n] 1",
-        ),
+        ("{{ [n] | tojson(indent=2) }} {{ '%s-%(x)s' % {'x': n} if false else '%s' % n }}", "[\n  1\n] 1"),
         ("{{ dict(a=[n]) }} {{ [{'k': n}] | map(attribute='k') | list }}", "{'a': [1]} [1]"),
     ],
 )

@@ -151,9 +151,7 @@ def test_what_a_failed_rendering_has_read_is_not_kept(*, is_large: bool) -> None
         gc.enable()
 
 
-def test_a_rendering_that_cannot_be_ended_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rendering_that_cannot_be_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a filter in C code."""
     monkeypatch.setattr(template_time, "_LATE_S", 0.05)
     gate = threading.Event()

@@ -26,25 +26,12 @@ def byte_fallback_tokenizer() -> Tokenizer:
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁Hello",
-        "▁world",
-        "!",
-        "a",
-        "▁",
-    ]
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁Hello", "▁world", "!", "a", "▁"]
     vocabulary = [(word, -1.0) for word in words]
     tokenizer = RustTokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     return Tokenizer(codec_of(fast))
@@ -79,9 +66,7 @@ def told_tokenizer(path: str, chat_template: str | None = None) -> Tokenizer:
 
 
 @pytest.fixture(params=["bytes", "told", "fallback", "slow"])
-def any_tokenizer(
-    request: pytest.FixtureRequest, tokenizer: Tokenizer, tokenizer_dir: str
-) -> Tokenizer:
+def any_tokenizer(request: pytest.FixtureRequest, tokenizer: Tokenizer, tokenizer_dir: str) -> Tokenizer:
     if request.param == "bytes":
         return tokenizer
     if request.param == "told":
@@ -137,9 +122,7 @@ def test_the_last_tokens_of_a_long_text(any_tokenizer: Tokenizer) -> None:
     text = "Hello world! " * 20_000
     for add_special_tokens in (True, False):
         whole = any_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        last = encode(
-            any_tokenizer, text, prompt_limit(512, 100), add_special_tokens=add_special_tokens
-        )
+        last = encode(any_tokenizer, text, prompt_limit(512, 100), add_special_tokens=add_special_tokens)
         assert last[-100:] == whole[-100:]
     any_tokenizer.close()
 
@@ -169,9 +152,7 @@ def test_long_lists_of_tokens_are_decoded_beside_the_loop(any_tokenizer: Tokeniz
     token_ids = any_tokenizer.encode("Hello world! " * 400)
 
     async def run() -> tuple[str, list[str]]:
-        return await any_tokenizer.decode_async(token_ids), await any_tokenizer.token_texts(
-            token_ids
-        )
+        return await any_tokenizer.decode_async(token_ids), await any_tokenizer.token_texts(token_ids)
 
     text, texts = asyncio.run(run())
     assert text == any_tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -207,8 +188,7 @@ def test_a_missing_chat_template_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "text"),
-    [([1, 260], r"token 1 .* id 260.* 0 to 259"), ([-1], "id -1"), ([True], "True")],
+    ("token_ids", "text"), [([1, 260], r"token 1 .* id 260.* 0 to 259"), ([-1], "id -1"), ([True], "True")]
 )
 def test_token_ids_outside_the_vocabulary(token_ids: list[int], text: str) -> None:
     with pytest.raises(RequestError, match=text):
@@ -230,9 +210,7 @@ def test_the_stream_equals_decoding_at_once(prompt: str, text: str) -> None:
     assert all(piece in text for piece in pieces)
 
 
-@pytest.mark.parametrize(
-    "text", ["é", "€ and €", EMOJI * 3, f"a{EMOJI}\n", "中文字" * 30], ids=range(5)
-)
+@pytest.mark.parametrize("text", ["é", "€ and €", EMOJI * 3, f"a{EMOJI}\n", "中文字" * 30], ids=range(5))
 def test_characters_come_whole(any_tokenizer: Tokenizer, text: str) -> None:
     token_ids = any_tokenizer.encode("a" + text, add_special_tokens=False)[1:]
     if any_tokenizer.decode(token_ids[:1]) == "":  # the mark of a word's beginning

@@ -33,10 +33,16 @@ def checked(structured: StructuredOutput) -> Callable[[str], bool]:
 
 
 def test_a_schema() -> None:
-    allows = checked(schema({
-        "type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", None]}},
-        "required": ["a"], "additionalProperties": False,
-    }))  # fmt: skip
+    allows = checked(
+        schema(
+            {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", None]}},
+                "required": ["a"],
+                "additionalProperties": False,
+            }
+        )
+    )
     assert allows('{"a": 1}') and allows('{"a": 1, "b": null}')
     assert not (allows("{}") or allows('{"a": "1"}') or allows('{"a": 1, "c": 1}'))
 
@@ -103,11 +109,20 @@ def test_lark_names_special_tokens_and_their_ids() -> None:
 
 def test_tags_in_free_text() -> None:
     called = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-    allows = checked(StructuredOutput("structural_tag", json.dumps({
-        "structures": [{"begin": "<f=a>", "schema": called, "end": "</f>"},
-                       {"begin": "<f=b>", "schema": True, "end": "</f>"}],
-        "triggers": ["<f="],
-    })))  # fmt: skip
+    allows = checked(
+        StructuredOutput(
+            "structural_tag",
+            json.dumps(
+                {
+                    "structures": [
+                        {"begin": "<f=a>", "schema": called, "end": "</f>"},
+                        {"begin": "<f=b>", "schema": True, "end": "</f>"},
+                    ],
+                    "triggers": ["<f="],
+                }
+            ),
+        )
+    )
     assert allows("no call") and allows('so: <f=a>{"x": 1}</f> and <f=b>[]</f>.')
     assert not (allows('<f=a>{"y":1}</f>') or allows("<f=c>{}</f>"))
 

@@ -24,9 +24,7 @@ class Compiling:
         save_sample_tokenizer("byte level", directory)
         backend = read_tokenizer(str(directory), 400).backend
         self.told = threading.Semaphore(0)
-        self.grammars = Grammars(
-            TokenTree(backend, num_ids=400, eos_token_ids=(1,)), self.told.release
-        )
+        self.grammars = Grammars(TokenTree(backend, num_ids=400, eos_token_ids=(1,)), self.told.release)
 
     def wait_for(self, structured: StructuredOutput) -> None:
         while self.grammars.must_wait(structured):

@@ -41,19 +41,20 @@ CASES = {
     "a repeated text": ('root ::= "ab"* "c"{2}', ["cc", "abababcc"], ["abbcc", "c"]),
     "nothing": ('root ::= "" | "a"', ["", "a"], ["b"]),
     "names that differ in a dash": (
-        'root ::= a-b a_b\na-b ::= "x"\na_b ::= "y" root | "z"\n', ["xz", "xyxz"], ["z"],
+        'root ::= a-b a_b\na-b ::= "x"\na_b ::= "y" root | "z"\n',
+        ["xz", "xyxz"],
+        ["z"],
     ),
-    "words of Lark": (
-        'root ::= start ignore\nstart ::= "%json"\nignore ::= "i"', ["%jsoni"], ["i"],
-    ),
+    "words of Lark": ('root ::= start ignore\nstart ::= "%json"\nignore ::= "i"', ["%jsoni"], ["i"]),
     "any character": ('root ::= . "x"', ["ax", "\nx", "éx"], ["x"]),
     "code points": (
         r'root ::= "\U0001F600" [\U0001F600-\U0001F64F\u00e9] "\x41\xe9" "\\u0041"',
-        ["😀😁Aé\\u0041", "😀éAé\\u0041"], ["😀aAé\\u0041"],
+        ["😀😁Aé\\u0041", "😀éAé\\u0041"],
+        ["😀aAé\\u0041"],
     ),
     "brackets and slashes": (r'root ::= "\[" [/\]]+ "/" "\]"', ["[/]/]", "[//]"], ["[/]"]),
     "lines of Windows": ('root ::= "a" |\r\n  "b"\r\n', ["a", "b"], ["c"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -24,9 +24,7 @@ def after(matcher: Matcher, text: str) -> Matcher:
     return matcher
 
 
-def allowed(
-    matcher: Matcher, ends: tuple[int, ...] = (END,), drawable: tuple[int, ...] = (END,)
-) -> str:
+def allowed(matcher: Matcher, ends: tuple[int, ...] = (END,), drawable: tuple[int, ...] = (END,)) -> str:
     """The allowed tokens as text; end tokens as dots."""
     words = matcher.mask(ends, drawable)
     ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))

@@ -15,9 +15,7 @@ from llguidance import LLMatcher
 
 TREE = trial_tokenizer(257, {})
 MAX_ANSWER_BYTES = 200
-ATOMS = (
-    "a", "é", "[a-f]", "[^xyz]", r"\d", r"\.", "/", '"', " ", ".", r"[A-Z_-]", r"\s", "日本", r"\\",
-)  # fmt: skip
+ATOMS = ("a", "é", "[a-f]", "[^xyz]", r"\d", r"\.", "/", '"', " ", ".", r"[A-Z_-]", r"\s", "日本", r"\\")
 
 
 def repeated(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
@@ -32,9 +30,7 @@ def repeated(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 PATTERNS = st.recursive(st.sampled_from(ATOMS), repeated, max_leaves=8)
 
 
-@settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(PATTERNS, st.booleans(), st.integers(0, 2**32))
 def test_answers_match(pattern: str, is_anchored: bool, seed: int) -> None:
     structured = StructuredOutput("regex", f"^{pattern}$" if is_anchored else pattern)

@@ -48,8 +48,7 @@ LEAVES = st.one_of(
     ordered("minimum", "maximum", SMALL).map(lambda one: {"type": "integer"} | one),
     options(minimum=SMALL, multipleOf=st.integers(1, 9)).map(lambda one: {"type": "integer"} | one),
     st.tuples(
-        st.sampled_from(["minimum", "exclusiveMinimum"]),
-        st.sampled_from(["maximum", "exclusiveMaximum"]),
+        st.sampled_from(["minimum", "exclusiveMinimum"]), st.sampled_from(["maximum", "exclusiveMaximum"])
     )
     .flatmap(lambda names: ordered(*names, st.floats(-9, 9).map(lambda number: round(number, 2))))
     .map(lambda one: {"type": "number"} | one),
@@ -69,17 +68,20 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             lambda pair: {"type": "array", "items": pair[0]} | pair[1]
         ),
         st.lists(inner, min_size=1, max_size=3).map(
-            lambda items: {"type": "array", "prefixItems": items, "items": False,
-                           "minItems": len(items)}
+            lambda items: {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
         ),
-    )  # fmt: skip
+    )
     objects = st.builds(
         lambda properties, number, more: {
-            "type": "object", "properties": properties, "required": list(properties)[:number],
+            "type": "object",
+            "properties": properties,
+            "required": list(properties)[:number],
             "additionalProperties": more,
         },
-        st.dictionaries(NAMES, inner, max_size=4), st.integers(0, 4), st.just(False) | inner,
-    )  # fmt: skip
+        st.dictionaries(NAMES, inner, max_size=4),
+        st.integers(0, 4),
+        st.just(False) | inner,
+    )
     pairs = st.lists(inner, min_size=1, max_size=3)
     return st.one_of(
         arrays,
@@ -114,9 +116,7 @@ def answer(grammar: str, rng: random.Random) -> str | None:
     return None
 
 
-@settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_answers_validate_or_the_keyword_is_named(schema: Any, seed: int) -> None:
     structured = StructuredOutput("json_schema", json.dumps(schema))

@@ -83,9 +83,7 @@ def test_forced_text_is_split_as_the_model_splits_text(kind: str, tmp_path: Path
         ("grammar", 'root ::= "<tool>a"'),
     ],
 )
-def test_the_text_of_an_added_token_is_written_in_others(
-    kind: str, text: str, tmp_path: Path
-) -> None:
+def test_the_text_of_an_added_token_is_written_in_others(kind: str, text: str, tmp_path: Path) -> None:
     tokenizer = sample("byte level", tmp_path)
     end = tokenizer.tokens.eos_token_id
     assert end is not None

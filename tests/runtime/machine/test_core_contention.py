@@ -3,12 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from corun.runtime.machine.core_contention import (
-    MAX_QUIET_S,
-    MIN_QUIET_S,
-    CoreContention,
-    CpuTime,
-)
+from corun.runtime.machine.core_contention import MAX_QUIET_S, MIN_QUIET_S, CoreContention, CpuTime
 
 
 @dataclass
@@ -30,8 +25,7 @@ class Threads:
             self.now_s += every_s
             busy_s = every_s * self.contention.num_threads
             self.total = CpuTime(
-                self.total.ran_s + busy_s * (1 - waited_share),
-                self.total.waited_s + busy_s * waited_share,
+                self.total.ran_s + busy_s * (1 - waited_share), self.total.waited_s + busy_s * waited_share
             )
             numbers.append(self.contention.observe(self.now_s, self.total))
         return numbers

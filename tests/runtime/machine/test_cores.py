@@ -16,9 +16,7 @@ def plan(
     node: int | None = None,
     off: str | None = None,
 ) -> CorePlan:
-    return plan_cores(
-        facts, CoreRequest(worker_cpus=workers, engine_cpus=engine, off_reason=off), node
-    )
+    return plan_cores(facts, CoreRequest(worker_cpus=workers, engine_cpus=engine, off_reason=off), node)
 
 
 def test_auto_takes_one_thread_of_each_core_near_the_accelerator() -> None:
@@ -30,9 +28,7 @@ def test_auto_takes_one_thread_of_each_core_near_the_accelerator() -> None:
 
 
 def test_threads_that_help_the_engine_leave_its_core_alone() -> None:
-    assert background_cpus(TWO_SOCKETS, plan(TWO_SOCKETS, node=1)) == (
-        0, 1, 2, 3, 8, 9, 10, 11, 13, 14, 15,
-    )  # fmt: skip
+    assert background_cpus(TWO_SOCKETS, plan(TWO_SOCKETS, node=1)) == (0, 1, 2, 3, 8, 9, 10, 11, 13, 14, 15)
     two_cores = machine(((0,), (1,)))
     # The workers' cores are better than the engine's.
     assert background_cpus(two_cores, plan(two_cores, (1,), (0,))) == (1,)
@@ -47,9 +43,7 @@ def test_auto_leaves_a_given_engine_core_and_its_sibling() -> None:
 
 
 def test_auto_respects_the_cpuset() -> None:
-    facts = machine(
-        TWO_SOCKETS.core_cpus, nodes=((0, 1, 2, 3, 8, 9, 10, 11), (4, 5)), allowed=(1, 2, 10, 11)
-    )
+    facts = machine(TWO_SOCKETS.core_cpus, nodes=((0, 1, 2, 3, 8, 9, 10, 11), (4, 5)), allowed=(1, 2, 10, 11))
     chosen = plan(facts, node=0)
     assert (chosen.engine_cpus, chosen.worker_cpus) == ((1,), (2, 11))
     away = plan(facts, node=1)
@@ -131,9 +125,7 @@ def test_impossible_lists_are_refused(workers: Cpus, engine: Cpus | None, messag
 
 
 def test_slow_lists_are_warned_of() -> None:
-    facts = machine(
-        TWO_SOCKETS.core_cpus, nodes=((*range(4), *range(8, 12)), (4, 5, 6, 7)), quota=4.0
-    )
+    facts = machine(TWO_SOCKETS.core_cpus, nodes=((*range(4), *range(8, 12)), (4, 5, 6, 7)), quota=4.0)
     chosen = plan(facts, workers=(1, 8, 2, 10, 5), engine=(0,), node=0)
     assert chosen.worker_cpus == (1, 8, 2, 10, 5)  # it is done as it was said
     assert [text.partition(" ")[0] for text in chosen.warnings] == [
@@ -148,11 +140,7 @@ def test_slow_lists_are_warned_of() -> None:
     assert "5 workers, but the CPU quota of 4 is enough for only 3" in chosen.warnings[3]
 
 
-@given(
-    st.integers(1, 12),
-    st.integers(1, 2),
-    st.data(),
-)
+@given(st.integers(1, 12), st.integers(1, 2), st.data())
 def test_auto_never_shares_a_core(num_cores: int, threads: int, data: st.DataObject) -> None:
     cores = tuple(tuple(range(i, num_cores * threads, num_cores)) for i in range(num_cores))
     all_cpus = list(range(num_cores * threads))

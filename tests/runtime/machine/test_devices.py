@@ -53,9 +53,7 @@ class FakeDriver:
         return 0
 
 
-def test_devices_are_named_so_that_their_order_does_not_matter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_devices_are_named_so_that_their_order_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "pci_numa_node", {"0000:3B:00.0": 1}.get)
     assert devices_of(FakeDriver()) == (
         VisibleDevice("GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", 1),

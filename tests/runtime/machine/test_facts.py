@@ -8,12 +8,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from corun.runtime.machine.cgroup import (
-    CgroupMemory,
-    cgroup_cpu_quota,
-    cgroup_memory,
-    cgroup_throttled_s,
-)
+from corun.runtime.machine.cgroup import CgroupMemory, cgroup_cpu_quota, cgroup_memory, cgroup_throttled_s
 from corun.runtime.machine.facts import (
     MachineFacts,
     NumaNode,
@@ -42,8 +37,7 @@ def _machine(root: Path, files: Mapping[str, str]) -> Path:
 def _v2(own: str = "/a/b", mounted: str = "/") -> dict[str, str]:
     return {
         "proc/self/cgroup": f"0::{own}\n",
-        "proc/self/mountinfo": "22 1 8:1 / / rw - ext4 /dev/sda rw\n"
-        + _V2_MOUNT.format(root=mounted),
+        "proc/self/mountinfo": "22 1 8:1 / / rw - ext4 /dev/sda rw\n" + _V2_MOUNT.format(root=mounted),
     }
 
 
@@ -78,10 +72,7 @@ def test_usage_over_the_limit_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_v2_cpu_quota_of_all_levels(tmp_path: Path) -> None:
-    quotas = {
-        "sys/fs/cgroup/a/cpu.max": "250000 100000\n",
-        "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
-    }
+    quotas = {"sys/fs/cgroup/a/cpu.max": "250000 100000\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}
     assert cgroup_cpu_quota(_machine(tmp_path, _v2() | quotas)) == 2.5
 
 
@@ -94,9 +85,7 @@ def test_v2_cpu_quota_of_all_levels(tmp_path: Path) -> None:
         ("/not/visible", "/"),  # a group that the mount does not show
     ],
 )
-def test_containers_find_their_limit_at_the_mount_point(
-    tmp_path: Path, own: str, mounted: str
-) -> None:
+def test_containers_find_their_limit_at_the_mount_point(tmp_path: Path, own: str, mounted: str) -> None:
     limit = {"sys/fs/cgroup/memory.max": f"{_MIB}\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}
     root = _machine(tmp_path, _v2(own, mounted) | limit)
     assert cgroup_memory(root) == CgroupMemory(_MIB, _MIB)
@@ -227,10 +216,17 @@ def test_threads_are_physical_cores_cut_by_the_quota(
     cpus: Sequence[int], cores: tuple[tuple[int, ...], ...], quota: float | None, expected: int
 ) -> None:
     facts = MachineFacts(
-        memory_total_bytes=1, memory_limit_bytes=None, memory_available_bytes=1,
-        allowed_cpus=tuple(cpus), cpu_quota=quota, cpu_model="x", numa_nodes=(), core_cpus=cores,
-        shm_total_bytes=0, shm_available_bytes=0,
-    )  # fmt: skip
+        memory_total_bytes=1,
+        memory_limit_bytes=None,
+        memory_available_bytes=1,
+        allowed_cpus=tuple(cpus),
+        cpu_quota=quota,
+        cpu_model="x",
+        numa_nodes=(),
+        core_cpus=cores,
+        shm_total_bytes=0,
+        shm_available_bytes=0,
+    )
     assert facts.num_threads == expected
 
 
@@ -277,9 +273,7 @@ def test_real_nested_groups_with_a_quota(cpu_groups: tuple[Path, Path]) -> None:
     outer, inner = cpu_groups
     set_quota(outer, 30_000)
     set_quota(inner, 20_000)
-    with subprocess.Popen(
-        [sys.executable, "-c", _IN_A_GROUP], stdin=PIPE, stdout=PIPE, text=True
-    ) as child:
+    with subprocess.Popen([sys.executable, "-c", _IN_A_GROUP], stdin=PIPE, stdout=PIPE, text=True) as child:
         (inner / "cgroup.procs").write_text(str(child.pid))
         told, _ = child.communicate("go\n", timeout=60)
     first, throttled_s = told.splitlines()

@@ -49,9 +49,7 @@ def test_a_pause_ends_as_it_began(is_enabled: bool) -> None:
         gc.enable()
 
 
-def test_a_server_keeps_what_it_imported_in_a_process_of_its_own_alone(
-    pytestconfig: pytest.Config,
-) -> None:
+def test_a_server_keeps_what_it_imported_in_a_process_of_its_own_alone(pytestconfig: pytest.Config) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _FRONT_END],
         env=os.environ | {"PYTHONPATH": str(pytestconfig.rootpath / "tests")},

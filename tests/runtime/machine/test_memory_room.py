@@ -16,9 +16,7 @@ def tree(root: Path, *, available_kib: int, groups: dict[str, tuple[int, int, in
     mount.mkdir(parents=True)
     deepest = max(groups, key=len, default="/")
     (root / "proc/self/cgroup").write_text(f"0::{deepest}\n")
-    (root / "proc/self/mountinfo").write_text(
-        "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
-    )
+    (root / "proc/self/mountinfo").write_text("30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
     for path, (limit, used, cached) in groups.items():
         directory = mount / path.strip("/")
         directory.mkdir(parents=True, exist_ok=True)

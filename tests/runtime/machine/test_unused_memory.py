@@ -7,12 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corun.runtime.machine.unused_memory import (
-    Mapping,
-    give_back_unused,
-    is_unchanged_library,
-    read_mappings,
-)
+from corun.runtime.machine.unused_memory import Mapping, give_back_unused, is_unchanged_library, read_mappings
 
 _SMAPS = """\
 7f00-9f00 r-xp 00001000 fe:00 77   /lib/libtorch_cpu.so

@@ -149,8 +149,7 @@ def test_bytes_of_a_slab_are_not_reservable() -> None:
 
 
 _LIFE = st.tuples(
-    st.sampled_from(("load", "arrive", "fail", "acquire", "release", "evict")),
-    st.integers(1, 4),
+    st.sampled_from(("load", "arrive", "fail", "acquire", "release", "evict")), st.integers(1, 4)
 )
 
 
@@ -188,9 +187,7 @@ class Lives:
 
     def evictable_bytes(self) -> int:
         """Return the bytes of idle adapters."""
-        return sum(
-            20 * adapter_id for adapter_id in self.num_references if self.cache.is_idle(adapter_id)
-        )
+        return sum(20 * adapter_id for adapter_id in self.num_references if self.cache.is_idle(adapter_id))
 
 
 @given(st.lists(_LIFE, max_size=60), st.integers(0, 100))

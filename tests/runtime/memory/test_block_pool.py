@@ -119,9 +119,7 @@ def test_reserved_blocks_wait_for_evictions() -> None:
     budget.check_invariants()
 
 
-_OPERATION = st.tuples(
-    st.sampled_from(("allocate", "free", "reserve", "load", "unload")), st.integers(0, 6)
-)
+_OPERATION = st.tuples(st.sampled_from(("allocate", "free", "reserve", "load", "unload")), st.integers(0, 6))
 
 
 @given(st.lists(_OPERATION, max_size=50))
@@ -250,8 +248,7 @@ def test_a_reservation_replaces_the_one_before() -> None:
 
 
 _BUDGET_OPERATION = st.tuples(
-    st.sampled_from(("allocate", "grow", "release", "reserve", "rest", "use", "evict")),
-    st.integers(0, 60),
+    st.sampled_from(("allocate", "grow", "release", "reserve", "rest", "use", "evict")), st.integers(0, 60)
 )
 
 

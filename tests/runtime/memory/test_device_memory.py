@@ -186,10 +186,7 @@ class InPlace:
             2 * num_pages * PAGESIZE, is_device_memory=True, idle_bytes=num_pages * PAGESIZE
         )
         self.memory = make_memory(
-            num_blocks=num_pages,
-            block_bytes=PAGESIZE,
-            capacity_bytes=num_pages * PAGESIZE,
-            host=self.host,
+            num_blocks=num_pages, block_bytes=PAGESIZE, capacity_bytes=num_pages * PAGESIZE, host=self.host
         )
         self.fake = FakeHost(self.host.capacity_bytes, is_device_memory=True)
 

@@ -159,9 +159,7 @@ def test_a_registration_makes_room_for_what_it_reads(cache: HostCache) -> None:
         cache.end_use(one.place_id)
 
 
-def test_evictions_that_may_not_have_been_carried_out_are_commanded_again(
-    cache: HostCache,
-) -> None:
+def test_evictions_that_may_not_have_been_carried_out_are_commanded_again(cache: HostCache) -> None:
     add(cache, "a", 2)
     add(cache, "b", 2)
     cache.drop("a")

@@ -46,9 +46,7 @@ def make_tree() -> tuple[KvTree, RecordingPolicy]:
     return KvTree(SIZE, BLOCK_BYTES, policy), policy
 
 
-def enter(
-    tree: KvTree, token_ids: Sequence[int], first_block: int, namespace: bytes = A
-) -> list[KvNode]:
+def enter(tree: KvTree, token_ids: Sequence[int], first_block: int, namespace: bytes = A) -> list[KvNode]:
     """All whole blocks of ``token_ids``, with ids from ``first_block`` on; the last one is held."""
     path: list[KvNode] = []
     for number in range(len(token_ids) // SIZE):
@@ -59,9 +57,7 @@ def enter(
     return path
 
 
-def keep(
-    tree: KvTree, token_ids: Sequence[int], first_block: int, namespace: bytes = A
-) -> list[KvNode]:
+def keep(tree: KvTree, token_ids: Sequence[int], first_block: int, namespace: bytes = A) -> list[KvNode]:
     """The same, without a hold."""
     path = enter(tree, token_ids, first_block, namespace)
     assert tree.release(path[-1]) == ([], [])
@@ -418,10 +414,7 @@ class TreeMachine(RuleBasedStateMachine):
     def loading(self) -> set[KvNode]:
         return {node for _, nodes in self.swap_ins for node in nodes}
 
-    @rule(
-        namespace=st.sampled_from([A, B]),
-        token_ids=st.lists(st.integers(0, 1), max_size=5 * SIZE),
-    )
+    @rule(namespace=st.sampled_from([A, B]), token_ids=st.lists(st.integers(0, 1), max_size=5 * SIZE))
     def begin(self, namespace: bytes, token_ids: list[int]) -> None:
         path = self.tree.match(namespace, token_ids, len(token_ids) - 1)
         path = [node for node in path if node.block_id is not None]

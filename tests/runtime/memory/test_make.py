@@ -10,9 +10,7 @@ from corun.runtime.memory.policies.lru import LruPolicy
 from corun.runtime.memory.reload_cost import ReloadCosts
 from corun.runtime.scheduler.step_times import LearnedTimes
 
-SIZES = MemorySizes(
-    capacity_bytes=102_400, num_blocks=100, block_size=4, block_bytes=1024, max_model_len=300
-)
+SIZES = MemorySizes(capacity_bytes=102_400, num_blocks=100, block_size=4, block_bytes=1024, max_model_len=300)
 COSTS = ReloadCosts(LearnedTimes(16), 4, 16)
 
 

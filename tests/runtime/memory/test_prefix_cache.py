@@ -16,12 +16,8 @@ def test_what_nobody_holds_is_evictable_and_what_is_held_is_not() -> None:
     assert budget.unreserved_bytes == budget.capacity_bytes
     memory.prefixes.hold(path[:2])
     assert (pool.num_used_blocks, pool.num_cached_blocks) == (2, 1)
-    assert memory.room.has_room_for(BASE_ADAPTER, 6) and not memory.room.has_room_for(
-        BASE_ADAPTER, 7
-    )
-    assert not memory.room.has_room_for(BASE_ADAPTER, 6, path[2:]), (
-        "it would also hold a block of the path"
-    )
+    assert memory.room.has_room_for(BASE_ADAPTER, 6) and not memory.room.has_room_for(BASE_ADAPTER, 7)
+    assert not memory.room.has_room_for(BASE_ADAPTER, 6, path[2:]), "it would also hold a block of the path"
     memory.prefixes.release(path[:2])
     assert memory.room.has_room_for(BASE_ADAPTER, 8)
 
@@ -129,13 +125,7 @@ def test_equal_inputs_share_and_any_difference_separates() -> None:
 
 
 def test_fields_cannot_run_into_each_other() -> None:
-    splits = [
-        ("ab", "c", "d"),
-        ("a", "bc", "d"),
-        ("a", "b", "cd"),
-        ("abc", "", "d"),
-        ("", "", "abcd"),
-    ]
+    splits = [("ab", "c", "d"), ("a", "bc", "d"), ("a", "b", "cd"), ("abc", "", "d"), ("", "", "abcd")]
     names = [kv_namespace(base, dtype, (), salt) for base, dtype, salt in splits]
     for one, other in itertools.combinations(names, 2):
         assert one != other

@@ -200,9 +200,7 @@ def test_requests_that_run_are_answered_while_memory_stays_short(depth: int) -> 
             executor.submit(plan)
         for result in executor.poll():
             finished += [
-                event
-                for event in scheduler.update(result, float(turn))
-                if event.finish_reason is not None
+                event for event in scheduler.update(result, float(turn)) if event.finish_reason is not None
             ]
         scheduler.check_invariants()
     assert sorted(event.request_id for event in finished) == list(range(1, 12))

@@ -128,11 +128,7 @@ class Counted(LruPolicy):
 def test_who_needs_one_part_does_not_come_by_what_is_in_the_other() -> None:
     policy = Counted()
     memory = make_memory(
-        num_blocks=16,
-        block_bytes=64,
-        slab_bytes=64 * 8,
-        keeps_prefixes=True,
-        policy=lambda _facts: policy,
+        num_blocks=16, block_bytes=64, slab_bytes=64 * 8, keeps_prefixes=True, policy=lambda _facts: policy
     )
     for number in range(8):
         load(memory, 1 + number, 64)

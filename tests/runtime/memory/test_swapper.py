@@ -22,13 +22,7 @@ from corun.runtime.plan import (
     TransferResult,
 )
 from hypothesis import settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.kept_prefixes import NAMESPACE, keep, load, num_found, tokens_of
 from support.scheduling import BLOCK_BYTES, BLOCK_SIZE, facts, make_memory
 
@@ -36,9 +30,7 @@ NUM_BLOCKS = 100  # of which 5 are the reserve, and 3 the most that one plan cop
 
 
 def make(num_blocks: int = NUM_BLOCKS, num_host_slots: int = 200, **options: Any) -> DeviceMemory:
-    return make_memory(
-        num_blocks=num_blocks, keeps_prefixes=True, num_host_slots=num_host_slots, **options
-    )
+    return make_memory(num_blocks=num_blocks, keeps_prefixes=True, num_host_slots=num_host_slots, **options)
 
 
 def swapper_of(memory: DeviceMemory) -> KvSwapper:
@@ -225,9 +217,7 @@ def test_what_did_not_come_is_forgotten_with_all_behind_it() -> None:
 
 @pytest.mark.parametrize("error", [None, "bad luck"])
 @pytest.mark.parametrize("direction", Direction)
-def test_a_version_is_dropped_while_its_blocks_move(
-    direction: Direction, error: str | None
-) -> None:
+def test_a_version_is_dropped_while_its_blocks_move(direction: Direction, error: str | None) -> None:
     memory = make(policy="discard-idle")
     if direction is Direction.TO_DEVICE:
         send_away(memory, 1, 6, AdapterId(1))
@@ -324,10 +314,7 @@ class SwapMachine(RuleBasedStateMachine):
         self.known: set[tuple[bytes, tuple[int, ...]]] = set()  # asked for so far
         self.now_s = 0.0
 
-    @rule(
-        is_adapter=st.booleans(),
-        symbols=st.lists(st.integers(0, 1), min_size=1, max_size=12),
-    )
+    @rule(is_adapter=st.booleans(), symbols=st.lists(st.integers(0, 1), min_size=1, max_size=12))
     def begin(self, is_adapter: bool, symbols: list[int]) -> None:
         """Find, hold and compute blocks."""
         self.now_s += 1.0

@@ -20,9 +20,7 @@ ADAPTERS = LinkKey(Direction.TO_DEVICE, "adapter")
 
 def copy_out(table: TransferTable) -> OpenTransfer:
     """Begin a copy of a block of 10 bytes to the host."""
-    command = KvTransfer(
-        table.new_id(), Direction.TO_HOST, (BlockId(3),), (HostSlot(1),), is_demand=False
-    )
+    command = KvTransfer(table.new_id(), Direction.TO_HOST, (BlockId(3),), (HostSlot(1),), is_demand=False)
     copy = OpenTransfer(command=command, part_bytes=(10,))
     table.begin(copy, 2.0)
     return copy

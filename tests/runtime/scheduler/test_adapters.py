@@ -29,12 +29,8 @@ from support.scheduling import (
 )
 
 
-def adapter_request(
-    request_id: int, adapter: int, *, num_bytes: int = 200, **options: Any
-) -> Request:
-    return make_request(
-        request_id, adapter_id=AdapterId(adapter), adapter_bytes=num_bytes, **options
-    )
+def adapter_request(request_id: int, adapter: int, *, num_bytes: int = 200, **options: Any) -> Request:
+    return make_request(request_id, adapter_id=AdapterId(adapter), adapter_bytes=num_bytes, **options)
 
 
 def schedule(scheduler: Scheduler) -> StepPlan:
@@ -91,9 +87,7 @@ def test_others_pass_while_an_adapter_loads_and_its_load_starts_at_once() -> Non
 
 
 def test_a_waiting_request_is_overtaken_up_to_the_bound() -> None:
-    scheduler = make_scheduler(
-        policy=FcfsPolicy(policy_facts(max_overtaking_tokens=12)), max_num_seqs=2
-    )
+    scheduler = make_scheduler(policy=FcfsPolicy(policy_facts(max_overtaking_tokens=12)), max_num_seqs=2)
     executor = make_executor(scheduler, is_automatic=False)
     scheduler.add_request(adapter_request(1, 1), 0.0)
     for request_id in range(2, 12):
@@ -189,9 +183,7 @@ def test_what_is_pinned_has_the_first_room_however_many_wait() -> None:
 
 @pytest.mark.parametrize("num_spare_bytes", [0, 1])
 def test_loading_ahead_takes_no_reserved_memory(num_spare_bytes: int) -> None:
-    capacity_bytes = (
-        4 * BLOCK_BYTES + 400 - 1 + num_spare_bytes
-    )  # 5 + 9 tokens, the last without KV
+    capacity_bytes = 4 * BLOCK_BYTES + 400 - 1 + num_spare_bytes  # 5 + 9 tokens, the last without KV
     scheduler = make_scheduler(
         memory=make_memory(num_blocks=16, capacity_bytes=capacity_bytes), max_num_seqs=1
     )
@@ -319,9 +311,7 @@ def test_what_is_evicted_makes_room_in_the_same_step() -> None:
     scheduler = make_scheduler(memory=make_memory(num_blocks=16, capacity_bytes=1000))
     executor = make_executor(scheduler, is_automatic=False)
     for request_id in (1, 2):
-        scheduler.add_request(
-            adapter_request(request_id, request_id, num_bytes=400, max_tokens=1), 0.0
-        )
+        scheduler.add_request(adapter_request(request_id, request_id, num_bytes=400, max_tokens=1), 0.0)
     executor.submit(schedule(scheduler))
     end_transfers(scheduler, executor)
     end_step(scheduler, executor)
@@ -348,9 +338,7 @@ def test_a_request_that_fits_is_admitted_in_spite_of_endless_later_arrivals() ->
     )
     executor = make_executor(scheduler)
     scheduler.add_request(make_request(1, arrival_s=0.0), 0.0)
-    scheduler.add_request(
-        adapter_request(2, 9, num_bytes=400, prompt=20, max_tokens=12, arrival_s=0.5), 0.5
-    )
+    scheduler.add_request(adapter_request(2, 9, num_bytes=400, prompt=20, max_tokens=12, arrival_s=0.5), 0.5)
     overtaking_tokens = 0
     for index in range(3, 500):
         scheduler.add_request(make_request(index, arrival_s=float(index)), float(index))

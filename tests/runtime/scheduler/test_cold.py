@@ -75,9 +75,7 @@ def test_a_cold_request_starts_with_its_load_and_ends_warm() -> None:
     cold_starts = FixedColdStarts()
     scheduler = make_scheduler(cold_starts=cold_starts)
     executor = make_executor(scheduler, is_automatic=False)
-    scheduler.add_request(
-        make_request(1, prompt=6, max_tokens=3, adapter_id=ADAPTER, adapter_bytes=100), 0.0
-    )
+    scheduler.add_request(make_request(1, prompt=6, max_tokens=3, adapter_id=ADAPTER, adapter_bytes=100), 0.0)
 
     kinds, groups = [], []
     for turn in range(4):
@@ -113,9 +111,7 @@ def step_beside_a_cold_request(
     """The step in which a cold request joins a decoding one, and perhaps a warm prompt."""
     cold_starts = FixedColdStarts()
     scheduler = make_scheduler(
-        cold_starts=cold_starts,
-        mix_decode_with_prefill=mix,
-        separate_assisted_rows=separate_assisted_rows,
+        cold_starts=cold_starts, mix_decode_with_prefill=mix, separate_assisted_rows=separate_assisted_rows
     )
     executor = make_executor(scheduler, is_automatic=False)
     scheduler.add_request(make_request(1), 0.0)
@@ -144,9 +140,7 @@ def test_cold_rows_share_a_forward_with_all_others() -> None:
     assert batch.samples == (True, True, False)
     assert [request.request_id for request in rows.decodes] == [1]
     assert [(request.request_id, number) for request, number in rows.chunks] == [(3, 6)]
-    assert [(request.request_id, chunk) for request, chunk in rows.cold_chunks] == [
-        (2, ColdChunk(4, 2))
-    ]
+    assert [(request.request_id, chunk) for request, chunk in rows.cold_chunks] == [(2, ColdChunk(4, 2))]
 
 
 def test_rows_that_decode_may_have_a_forward_of_their_own() -> None:
@@ -159,9 +153,7 @@ def test_rows_that_decode_may_have_a_forward_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("second_prompt", [0, 6])
-def test_on_a_gpu_warm_rows_share_a_forward_and_cold_rows_have_their_own(
-    second_prompt: int,
-) -> None:
+def test_on_a_gpu_warm_rows_share_a_forward_and_cold_rows_have_their_own(second_prompt: int) -> None:
     plan, rows = step_beside_a_cold_request(
         mix=True, second_prompt=second_prompt, separate_assisted_rows=True
     )
@@ -244,12 +236,7 @@ def test_cold_starts_learn_what_was_read_from_files_and_only_once() -> None:
     scheduler.update(TransferResult(load.transfer_id), 1.0)
     scheduler.update(TransferRead(load.transfer_id, 2, 1.0), 1.0)
     news = [entry for entry in cold_starts.log if "bytes" in entry]
-    assert news == [
-        "60 bytes in 0.25 s",
-        "0 bytes in 0.0 s",
-        "40 bytes in 0.5 s",
-        "0 bytes in 0.0 s",
-    ]
+    assert news == ["60 bytes in 0.25 s", "0 bytes in 0.0 s", "40 bytes in 0.5 s", "0 bytes in 0.0 s"]
 
 
 def test_a_failed_load_ends_its_requests_and_frees_its_bytes_with_the_last_step() -> None:

@@ -12,11 +12,7 @@ from corun.runtime.plan import StepPlan
 from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.step_times import LearnedTimes, ProfiledTimes, StepPace, StepTimes
 from corun.runtime.sim.clock import VirtualClock
-from corun.runtime.sim.engine import (
-    SimulationOptions,
-    build_simulated_parts,
-    request_of,
-)
+from corun.runtime.sim.engine import SimulationOptions, build_simulated_parts, request_of
 from corun.runtime.sim.machines import AS_MODELLED, Factors, SimulatedMachine
 from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.workloads import Workload, WorkloadRequest
@@ -26,10 +22,18 @@ from support.scheduling import make_executor, make_memory, make_request, make_sc
 
 # 10 ms a step, 1 ms a prompt token, 2 ms a row that decodes.
 _MODEL: MachineModel = replace(
-    PROFILE.model, step_s=Curve((0.0, 1.0), (0.0, 0.001)), decode_step_s=None, host_step_s=0.010,
-    host_row_s=0.0, prefill_s_per_token_key=0.0, decode_s_per_key=0.0, read_s=0.0,
-    decode_token_share=2.0, turn_s=0.0, turn_row_s=0.0,
-)  # fmt: skip
+    PROFILE.model,
+    step_s=Curve((0.0, 1.0), (0.0, 0.001)),
+    decode_step_s=None,
+    host_step_s=0.010,
+    host_row_s=0.0,
+    prefill_s_per_token_key=0.0,
+    decode_s_per_key=0.0,
+    read_s=0.0,
+    decode_token_share=2.0,
+    turn_s=0.0,
+    turn_row_s=0.0,
+)
 _MAX_TOKENS = 512
 
 
@@ -41,10 +45,15 @@ def make(
     mix_decode_with_prefill: bool = True,
 ) -> Scheduler:
     return make_scheduler(
-        memory=make_memory(num_blocks=2000), times=times, pace=pace, max_model_len=4000,
-        max_num_batched_tokens=_MAX_TOKENS, max_num_seqs=64, max_decode_gap_s=max_decode_gap_s,
+        memory=make_memory(num_blocks=2000),
+        times=times,
+        pace=pace,
+        max_model_len=4000,
+        max_num_batched_tokens=_MAX_TOKENS,
+        max_num_seqs=64,
+        max_decode_gap_s=max_decode_gap_s,
         mix_decode_with_prefill=mix_decode_with_prefill,
-    )  # fmt: skip
+    )
 
 
 class Steps:
@@ -85,9 +94,7 @@ class TestWithAProfile:
     def test_a_chunk_ends_with_the_time(self, mix: bool) -> None:
         """0.9 of 0.2 s; a pass of its own costs nothing on this machine."""
         scheduler = make(
-            times=ProfiledTimes(_MODEL, _MAX_TOKENS),
-            max_decode_gap_s=0.2,
-            mix_decode_with_prefill=mix,
+            times=ProfiledTimes(_MODEL, _MAX_TOKENS), max_decode_gap_s=0.2, mix_decode_with_prefill=mix
         )
         steps = decoding(scheduler, 5)
         assert chunk_beside(scheduler, steps) == (180 - 10 - 5 * 2) // 4 * 4
@@ -164,15 +171,12 @@ class TestWithoutAProfile:
     mix=st.booleans(),
 )
 def test_every_step_keeps_the_bound_or_computes_the_least(
-    gap_s: float | None, num_decodes: int, prompts: list[int], step_s: float, token_s: float,
-    mix: bool,
-) -> None:  # fmt: skip
+    gap_s: float | None, num_decodes: int, prompts: list[int], step_s: float, token_s: float, mix: bool
+) -> None:
     """Each step has at least one prompt token if there are any, so all prompts end."""
     model = replace(_MODEL, host_step_s=step_s, step_s=Curve((0.0, 1.0), (0.0, token_s)))
     scheduler = make(
-        times=ProfiledTimes(model, _MAX_TOKENS),
-        max_decode_gap_s=gap_s,
-        mix_decode_with_prefill=mix,
+        times=ProfiledTimes(model, _MAX_TOKENS), max_decode_gap_s=gap_s, mix_decode_with_prefill=mix
     )
     steps = decoding(scheduler, num_decodes)
     for number, prompt in enumerate(prompts, start=100):
@@ -198,12 +202,23 @@ _ONE_BILLION = SimulatedMachine(
     model=replace(
         MACHINES["a40-llama8b"].model,
         step_s=Curve((0.0, 1.0, 8.0, 14.0, 512.0), (0.0, 0.060, 0.061, 0.062, 2.2)),
-        decode_step_s=None, host_step_s=0.002, host_row_s=0.0, read_s=0.0, decode_token_share=1.0,
-        prefill_s_per_token_key=1e-7, decode_s_per_key=5e-8, turn_s=0.0005, turn_row_s=1e-5,
+        decode_step_s=None,
+        host_step_s=0.002,
+        host_row_s=0.0,
+        read_s=0.0,
+        decode_token_share=1.0,
+        prefill_s_per_token_key=1e-7,
+        decode_s_per_key=5e-8,
+        turn_s=0.0005,
+        turn_row_s=1e-5,
     ),
-    memory_bytes=2**32, kv_bytes_per_token=2**15, adapter_bytes_per_rank=2**19,
-    group_targets=(3, 1, 2, 1), file_bytes_per_s=1e9, max_num_seqs=8,
-)  # fmt: skip
+    memory_bytes=2**32,
+    kv_bytes_per_token=2**15,
+    adapter_bytes_per_rank=2**19,
+    group_targets=(3, 1, 2, 1),
+    file_bytes_per_s=1e9,
+    max_num_seqs=8,
+)
 
 
 @dataclass(frozen=True)
@@ -217,9 +232,7 @@ class _Served:
         return self.gaps_s[int(0.95 * len(self.gaps_s))]
 
 
-def served_by_eight_clients(
-    max_decode_gap_s: float | None, *, factors: Factors = AS_MODELLED
-) -> _Served:
+def served_by_eight_clients(max_decode_gap_s: float | None, *, factors: Factors = AS_MODELLED) -> _Served:
     """24 prompts of 1024 tokens, answers of 64, ten adapters; checks parts of first tokens.
 
     A client sends its next request when the last one has ended.
@@ -227,9 +240,7 @@ def served_by_eight_clients(
     requests = tuple(WorkloadRequest(0.0, number % 10, 1024, 64) for number in range(24))
     workload = Workload(requests, (8, 16, 32, 64, 8, 16, 32, 64, 8, 16), 64)
     clock = VirtualClock()
-    options = SimulationOptions(
-        scheduling_policy="corun", max_decode_gap_s=max_decode_gap_s, factors=factors
-    )
+    options = SimulationOptions(scheduling_policy="corun", max_decode_gap_s=max_decode_gap_s, factors=factors)
     parts = build_simulated_parts(_ONE_BILLION, workload, options, clock=clock, sleep=clock.sleep)
     sent_s: dict[int, float] = {}
     tokens_s = defaultdict[int, list[float]](list)

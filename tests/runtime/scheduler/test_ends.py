@@ -76,10 +76,7 @@ class TestEnds:
         tokens = self.tokens()
         scheduler = make_scheduler()
         forced: dict[str, Any] = {"structured_output": StructuredOutput("regex", "a")}
-        assert self.end_of(scheduler, max_tokens=max_tokens, **forced) == (
-            tokens[:max_tokens],
-            "length",
-        )
+        assert self.end_of(scheduler, max_tokens=max_tokens, **forced) == (tokens[:max_tokens], "length")
         assert scheduler.counters.generated_tokens == max_tokens
         stop: dict[str, Any] = {"stop_token_ids": (tokens[max_tokens - 1],), "max_tokens": 12}
         expected = self.end_of(make_scheduler(), **stop)
@@ -96,9 +93,7 @@ class TestEnds:
             events += turn(scheduler, executor)
         assert [len(event.token_ids) for event in events] == [7, 4, 1]
         assert [event.timing is not None for event in events] == [True, False, False]
-        drawn = make_request(
-            2, structured_output=structured, structured_forced_tokens=False, **options
-        )
+        drawn = make_request(2, structured_output=structured, structured_forced_tokens=False, **options)
         add_all(scheduler, [drawn])
         assert len([turn(scheduler, executor) for _ in range(12)]) == 12
         assert not scheduler.has_work()
@@ -122,18 +117,13 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"prompt": ()}, "the prompt is empty"),
-            (
-                {"prompt": 64},
-                "64 tokens: the prompt has 64 tokens, at most 63 .*--max-model-len",
-            ),
+            ({"prompt": 64}, "64 tokens: the prompt has 64 tokens, at most 63 .*--max-model-len"),
             ({"prompt": 9, "max_tokens": 40}, "12 KV blocks.* 8 blocks in all .*--memory-gib"),
             ({"prompt": 1, "max_tokens": None}, "64 tokens .*16 KV blocks"),
             ({"prompt": 9, "adapter_id": 1, "adapter_bytes": 700}, r"0\.00 MiB"),
         ],
     )
-    def test_a_request_that_can_never_be_served(
-        self, options: dict[str, Any], message: str
-    ) -> None:
+    def test_a_request_that_can_never_be_served(self, options: dict[str, Any], message: str) -> None:
         scheduler = make_scheduler(memory=make_memory(num_blocks=8))
         with pytest.raises(RequestError, match=message):
             scheduler.add_request(make_request(1, **options), 0.0)
@@ -179,12 +169,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("name", LIMITS)
     def test_limits_below_one(self, name: str) -> None:
-        limits: dict[str, Any] = {
-            "max_num_seqs": 1,
-            "max_num_batched_tokens": 1,
-            "block_size": 1,
-            name: 0,
-        }
+        limits: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1, name: 0}
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is 0"):
             SchedulerConfig(max_model_len=1, **limits)
 

@@ -31,9 +31,13 @@ class Engine:
 
     def __init__(self, *, token_s: float = 1.0, adapter: int = 0) -> None:
         self.memory = make_memory(
-            num_blocks=NUM_BLOCKS, capacity_bytes=2100, keeps_prefixes=True, num_host_slots=40,
-            token_s=token_s, policy="discard-idle",
-        )  # fmt: skip
+            num_blocks=NUM_BLOCKS,
+            capacity_bytes=2100,
+            keeps_prefixes=True,
+            num_host_slots=40,
+            token_s=token_s,
+            policy="discard-idle",
+        )
         self.scheduler = make_scheduler(memory=self.memory, max_num_batched_tokens=64)
         self.executor = make_executor(self.scheduler)
         self.events: list[RequestEvent] = []

@@ -99,9 +99,7 @@ def test_no_more_than_64_are_passed_in_a_step(name: str) -> None:
 
 
 def test_bad_facts_name_their_flags() -> None:
-    for name, value, message in [
-        ("slo_ttft_s", -1.0, "--slo-ttft-s is -1, must be above 0"),
-    ]:
+    for name, value, message in [("slo_ttft_s", -1.0, "--slo-ttft-s is -1, must be above 0")]:
         with pytest.raises(ConfigError, match=message):
             facts_for(**{name: value})
 

@@ -43,9 +43,8 @@ every_policy = pytest.mark.parametrize("name", NAMES)
 
 
 def make_room(
-    name: str, *, num_seqs: int = 16, refresh_s: float = 20.0, queues: int | None = None,
-    **options: Any,
-) -> PolicyRoom:  # fmt: skip
+    name: str, *, num_seqs: int = 16, refresh_s: float = 20.0, queues: int | None = None, **options: Any
+) -> PolicyRoom:
     facts = facts_for(
         **{
             "capacity_tokens": CAPACITY_TOKENS,

@@ -110,9 +110,7 @@ class TestOracle:
         oracle = self.oracle(accuracy)
         means = {round(sum(range(low, low + 20)) / 20): low // 20 for low in range(1, 101, 20)}
         assert len(means) == 5
-        return [
-            ((length - 1) // 20, means[oracle.predict(make_request(length))]) for length in LENGTHS
-        ]
+        return [((length - 1) // 20, means[oracle.predict(make_request(length))]) for length in LENGTHS]
 
     def test_one_that_knows_all_says_the_mean_of_the_right_bucket(self) -> None:
         assert all(right == predicted for right, predicted in self.buckets(1.0))

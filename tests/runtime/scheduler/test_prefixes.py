@@ -59,9 +59,7 @@ def test_the_next_turn_computes_what_is_new(num_blocks: int) -> None:
 def test_the_reservation_of_an_ended_request_does_not_keep_others_from_their_prefix() -> None:
     """Nor while its own blocks drain. The reservation contains history that is held now."""
     scheduler = make_scheduler(
-        memory=make_memory(num_blocks=64, keeps_prefixes=True),
-        max_model_len=256,
-        max_num_batched_tokens=256,
+        memory=make_memory(num_blocks=64, keeps_prefixes=True), max_model_len=256, max_num_batched_tokens=256
     )
     executor = make_executor(scheduler)
     history = tuple(range(1000, 1160))
@@ -97,9 +95,7 @@ def test_another_adapter_finds_nothing() -> None:
     scheduler = make_scheduler(memory=make_memory(keeps_prefixes=True))
     executor = make_executor(scheduler)
     for request_id, adapter_id in enumerate((0, 1, 2), start=1):
-        request = make_request(
-            request_id, prompt=PROMPT, adapter_id=AdapterId(adapter_id), adapter_bytes=100
-        )
+        request = make_request(request_id, prompt=PROMPT, adapter_id=AdapterId(adapter_id), adapter_bytes=100)
         serve(scheduler, executor, request)
         assert request.found.num_cached_tokens == 0
 
@@ -115,14 +111,11 @@ def test_requests_side_by_side_compute_for_themselves_and_keep_one_copy() -> Non
 
 def test_a_preempted_request_goes_on_behind_its_own() -> None:
     scheduler = make_scheduler(
-        memory=make_memory(num_blocks=8, keeps_prefixes=True),
-        predictor=Guess(1),
-        growth_headroom=0.0,
+        memory=make_memory(num_blocks=8, keeps_prefixes=True), predictor=Guess(1), growth_headroom=0.0
     )
     executor = make_executor(scheduler)
     pair = [
-        make_request(request_id, prompt=(request_id, *PROMPT[:9]), max_tokens=12)
-        for request_id in (1, 2)
+        make_request(request_id, prompt=(request_id, *PROMPT[:9]), max_tokens=12) for request_id in (1, 2)
     ]
     serve(scheduler, executor, *pair)
     assert scheduler.counters.num_preemptions > 0

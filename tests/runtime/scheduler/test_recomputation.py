@@ -75,9 +75,7 @@ class TestRetriesAndFailures:
     def test_a_failed_row_ends_its_request_and_no_other(self) -> None:
         scheduler = make_scheduler()
         executor = make_executor(scheduler)
-        executor.outcome_of = lambda request_id, start: (
-            Outcome.FAILED if request_id == 2 else Outcome.TOKENS
-        )
+        executor.outcome_of = lambda request_id, start: Outcome.FAILED if request_id == 2 else Outcome.TOKENS
         add_all(scheduler, make_requests(3))
         outputs = outputs_of(run_to_end(scheduler, executor))
         assert [outputs[request_id][1] for request_id in (1, 2, 3)] == ["length", "error", "length"]
@@ -99,9 +97,7 @@ class TestRetriesAndFailures:
         add_all(scheduler, make_requests(1, prompt=2))
         plan = scheduler.schedule(0.0)
         assert plan is not None
-        row = RowResult(
-            RequestId(1), Outcome.FAILED, error="nothing left", error_kind="RequestError"
-        )
+        row = RowResult(RequestId(1), Outcome.FAILED, error="nothing left", error_kind="RequestError")
         (event,) = scheduler.update(StepResult(plan.step_id, (row,)), 0.0)
         assert (event.error_kind, event.error) == ("RequestError", "nothing left")
 

@@ -19,11 +19,7 @@ from corun.runtime.plan import (
 )
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, ColdStarts
-from corun.runtime.scheduler.recovery import (
-    MAX_RETRIES,
-    may_use_workers,
-    needs_whole_adapter,
-)
+from corun.runtime.scheduler.recovery import MAX_RETRIES, may_use_workers, needs_whole_adapter
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import (
@@ -164,9 +160,7 @@ class TestColdRows:
 
     def test_warm_rows_lose_a_step_to_a_cold_one_and_no_retry(self) -> None:
         scheduler, executor, requests = self.make(mix_decode_with_prefill=True)
-        executor.spoils = lambda request_id, kind: (
-            request_id == 3 and (kind is SubBatchKind.ASSISTED)
-        )
+        executor.spoils = lambda request_id, kind: request_id == 3 and (kind is SubBatchKind.ASSISTED)
         plan = submit(scheduler, executor)
         assert batches_of(plan) == [("assisted", (1, 2, 3, 4), (0, 0, 4, 4))]
         finish(scheduler, executor)

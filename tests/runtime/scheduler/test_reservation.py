@@ -69,14 +69,10 @@ class TestPrediction:
 
     @given(
         st.lists(
-            st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 30)),
-            min_size=1,
-            max_size=6,
+            st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=6
         )
     )
-    def test_blocks_to_come_are_those_of_the_worst_moment(
-        self, sizes: list[tuple[int, int, int]]
-    ) -> None:
+    def test_blocks_to_come_are_those_of_the_worst_moment(self, sizes: list[tuple[int, int, int]]) -> None:
         """Compare with a simulation of growth, token by token."""
         memory = make_memory(num_blocks=256)
         running = RunningSet(memory, make_scheduler().config, Timelines())
@@ -106,9 +102,7 @@ class TestPrediction:
 
 class TestAdmission:
     def test_who_would_not_find_the_predicted_room_waits_for_an_end(self) -> None:
-        scheduler = make_scheduler(
-            memory=make_memory(num_blocks=10), growth_headroom=0.0, predictor=Guess(9)
-        )
+        scheduler = make_scheduler(memory=make_memory(num_blocks=10), growth_headroom=0.0, predictor=Guess(9))
         executor = make_executor(scheduler)
         requests = [make_request(number, prompt=PROMPT, max_tokens=9) for number in (1, 2, 3)]
         for request in requests:
@@ -124,9 +118,7 @@ class TestAdmission:
         assert scheduler.counters.num_preemptions == 0
 
     @pytest.mark.parametrize(("told", "fits"), [(None, False), (1, True)])
-    def test_a_client_that_expects_little_gets_in_sooner(
-        self, told: int | None, fits: bool
-    ) -> None:
+    def test_a_client_that_expects_little_gets_in_sooner(self, told: int | None, fits: bool) -> None:
         scheduler = make_scheduler(
             memory=make_memory(num_blocks=15), growth_headroom=0.0, predictor=Guess(LONG)
         )
@@ -190,9 +182,7 @@ class TestHeadroom:
 class TestAdapters:
     @pytest.mark.parametrize("max_num_seqs", [1, 8])  # its adapter is prefetched, or demanded
     @pytest.mark.parametrize(("num_bytes", "is_loaded"), [(600, True), (700, False)])
-    def test_loads_take_no_reserved_memory(
-        self, max_num_seqs: int, num_bytes: int, is_loaded: bool
-    ) -> None:
+    def test_loads_take_no_reserved_memory(self, max_num_seqs: int, num_bytes: int, is_loaded: bool) -> None:
         """Ten of sixteen blocks of 100 bytes are reserved for the first request."""
         scheduler = make_scheduler(
             memory=make_memory(num_blocks=16),
@@ -236,16 +226,12 @@ class TestAdapters:
 
     def test_adapters_with_a_slab_and_reservations_are_apart(self) -> None:
         scheduler = make_scheduler(
-            memory=make_memory(num_blocks=16, slab_bytes=1024),
-            growth_headroom=0.0,
-            predictor=Guess(LONG),
+            memory=make_memory(num_blocks=16, slab_bytes=1024), growth_headroom=0.0, predictor=Guess(LONG)
         )
         executor = make_executor(scheduler)
         scheduler.add_request(make_request(1, prompt=PROMPT, max_tokens=LONG), 0.0)
         turn(scheduler, executor)
-        second = make_request(
-            2, prompt=PROMPT, max_tokens=LONG, adapter_id=AdapterId(1), adapter_bytes=1000
-        )
+        second = make_request(2, prompt=PROMPT, max_tokens=LONG, adapter_id=AdapterId(1), adapter_bytes=1000)
         scheduler.add_request(second, 0.0)
         for _ in range(3):
             turn(scheduler, executor)
@@ -274,9 +260,7 @@ class TestEnd:
 
 class TestPreemption:
     def test_who_comes_back_has_room_for_all_that_it_had(self) -> None:
-        scheduler = make_scheduler(
-            memory=make_memory(num_blocks=8), growth_headroom=0.0, predictor=Guess(1)
-        )
+        scheduler = make_scheduler(memory=make_memory(num_blocks=8), growth_headroom=0.0, predictor=Guess(1))
         executor = make_executor(scheduler)
         requests = [make_request(number, prompt=PROMPT, max_tokens=17) for number in (1, 2)]
         for request in requests:

@@ -114,9 +114,7 @@ def test_outputs_do_not_depend_on_batching_memory_or_depth(depth: int) -> None:
 
 
 def test_the_latest_arrival_is_preempted_and_goes_on_where_it_was() -> None:
-    scheduler = make_scheduler(
-        memory=make_memory(num_blocks=6), growth_headroom=0.0, predictor=Guess(1)
-    )
+    scheduler = make_scheduler(memory=make_memory(num_blocks=6), growth_headroom=0.0, predictor=Guess(1))
     executor = make_executor(scheduler)
     older, younger = (make_request(index, prompt=8, max_tokens=14) for index in (1, 2))
     add_all(scheduler, [younger, older])
@@ -138,9 +136,7 @@ def test_the_latest_arrival_is_preempted_and_goes_on_where_it_was() -> None:
 
 def test_who_is_preempted_in_the_step_in_which_it_grew_is_told_of_no_blocks() -> None:
     """No request is admitted into a step with a preemption, even if there is room."""
-    scheduler = make_scheduler(
-        memory=make_memory(num_blocks=5), growth_headroom=0.0, predictor=Guess(1)
-    )
+    scheduler = make_scheduler(memory=make_memory(num_blocks=5), growth_headroom=0.0, predictor=Guess(1))
     executor = make_executor(scheduler)
     add_all(scheduler, [make_request(2, prompt=7, max_tokens=9)])
     turn(scheduler, executor)
@@ -161,9 +157,7 @@ def test_who_is_preempted_in_the_step_in_which_it_grew_is_told_of_no_blocks() ->
 
 
 def test_nobody_is_admitted_while_a_running_request_waits_for_memory() -> None:
-    scheduler = make_scheduler(
-        memory=make_memory(num_blocks=4), growth_headroom=0.0, predictor=Guess(1)
-    )
+    scheduler = make_scheduler(memory=make_memory(num_blocks=4), growth_headroom=0.0, predictor=Guess(1))
     executor = make_executor(scheduler)
     add_all(scheduler, [make_request(1, prompt=7, max_tokens=9)])
     add_all(scheduler, [make_request(2, prompt=8, max_tokens=8)])

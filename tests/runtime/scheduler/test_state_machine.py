@@ -13,14 +13,7 @@ from corun.runtime.errors import RequestError
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.memory.relief import MemoryRoom
-from corun.runtime.plan import (
-    AdapterId,
-    AdapterTransfer,
-    Outcome,
-    RequestId,
-    StepPlan,
-    SubBatchKind,
-)
+from corun.runtime.plan import AdapterId, AdapterTransfer, Outcome, RequestId, StepPlan, SubBatchKind
 from corun.runtime.request import Request
 from corun.runtime.sampling import StructuredOutput
 from corun.runtime.scheduler.events import RequestEvent
@@ -148,10 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rooms: list[MemoryRoom] = []
         memory.relief.watch(lambda: self.rooms.pop() if self.rooms else None, lambda: None)
         self.cold_starts = RandomColdStarts(
-            random.Random(cold_seed),
-            memory.transfers,
-            start_share=cold_start_share,
-            blocking_share=0.1,
+            random.Random(cold_seed), memory.transfers, start_share=cold_start_share, blocking_share=0.1
         )
         self.scheduler = make_scheduler(
             memory=memory,
@@ -220,9 +210,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt = tuple((family + 5 * position) % 61 for position in range(prompt_len))
                 prompt = (*prompt[:-1], index)
             self.arrive_one(
-                prompt, max_tokens, adapter, ignore_eos, self.now_s - age_s,
-                is_structured=is_structured,
-            )  # fmt: skip
+                prompt, max_tokens, adapter, ignore_eos, self.now_s - age_s, is_structured=is_structured
+            )
 
     @precondition(lambda self: self.outputs)
     @rule(
@@ -297,9 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.executor.steps)
     @rule(
-        outcomes=st.lists(
-            st.sampled_from([Outcome.TOKENS] * 6 + [Outcome.RETRY, Outcome.FAILED]), max_size=4
-        )
+        outcomes=st.lists(st.sampled_from([Outcome.TOKENS] * 6 + [Outcome.RETRY, Outcome.FAILED]), max_size=4)
     )
     def finish_step(self, outcomes: list[Outcome]) -> None:
         self.outcomes = list(outcomes)
@@ -494,11 +481,7 @@ def test_everything_ends_with_the_right_tokens(policy: str, depth: int) -> None:
 
 # All policies at all depths; one depth of the default and of the simplest in every run.
 CROWDS = [
-    pytest.param(
-        policy,
-        depth,
-        marks=() if depth == 2 and policy in ("corun", "fcfs") else pytest.mark.full,
-    )
+    pytest.param(policy, depth, marks=() if depth == 2 and policy in ("corun", "fcfs") else pytest.mark.full)
     for policy in SCHEDULER_POLICIES
     for depth in (1, 2, 3)
 ]
@@ -582,9 +565,7 @@ def live_through(
     num_queues = int(made.counts()["num_queues"]) if isinstance(made, PolicyWithLimits) else 1
     num_found = sum(request.found.num_cached_tokens or 0 for request in machine.requests.values())
     num_host = sum(request.found.num_host_cached_tokens for request in machine.requests.values())
-    return Lived(
-        counters.num_preemptions, machine.cold_starts.num_started, num_queues, num_found, num_host
-    )
+    return Lived(counters.num_preemptions, machine.cold_starts.num_started, num_queues, num_found, num_host)
 
 
 def act(machine: SchedulerMachine, rng: random.Random, *, curses: int) -> None:

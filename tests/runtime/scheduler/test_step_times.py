@@ -138,10 +138,18 @@ def test_the_scheduler_tells_how_long_steps_took(depth: int) -> None:
 
 # 1 s for a step, 0.1 s per token, 0.5 s for the core and 0.01 s per row there.
 _PACE_MODEL = replace(
-    PROFILE.model, step_s=Curve((0.0, 1.0), (0.0, 0.1)), decode_step_s=None, host_step_s=1.0,
-    host_row_s=0.0, prefill_s_per_token_key=0.0, decode_s_per_key=0.0, read_s=0.0,
-    decode_token_share=1.0, turn_s=0.5, turn_row_s=0.01,
-)  # fmt: skip
+    PROFILE.model,
+    step_s=Curve((0.0, 1.0), (0.0, 0.1)),
+    decode_step_s=None,
+    host_step_s=1.0,
+    host_row_s=0.0,
+    prefill_s_per_token_key=0.0,
+    decode_s_per_key=0.0,
+    read_s=0.0,
+    decode_token_share=1.0,
+    turn_s=0.5,
+    turn_row_s=0.01,
+)
 
 
 def run_step(scheduler: Scheduler, began_s: float, duration_s: float) -> None:

@@ -10,13 +10,7 @@ from corun.runtime.scheduler.events import PreemptionCause, RequestEvent, TimePa
 from corun.runtime.scheduler.keyed import FcfsPolicy
 from corun.runtime.scheduler.step_times import LearnedTimes
 from corun.runtime.scheduler.timeline import Timelines, describe
-from support.scheduling import (
-    facts,
-    make_executor,
-    make_request,
-    make_scheduler,
-    policy_facts,
-)
+from support.scheduling import facts, make_executor, make_request, make_scheduler, policy_facts
 
 
 def rows(*, chunks: list[tuple[Request, int]] | None = None) -> StepRows:
@@ -77,11 +71,7 @@ def test_a_running_request_without_tokens_waits_for_the_budget_or_for_memory() -
     one.num_in_flight_steps = 1
     timelines.planned(rows(chunks=[(one, 8)]), 2.0)
     timelines.planned(rows(), 3.0)  # its row is in flight
-    assert end(timelines, one, 4.0) == {
-        TimePart.ORDER: 1.0,
-        TimePart.STEP_BUDGET: 1.0,
-        TimePart.COMPUTE: 2.0,
-    }
+    assert end(timelines, one, 4.0) == {TimePart.ORDER: 1.0, TimePart.STEP_BUDGET: 1.0, TimePart.COMPUTE: 2.0}
     assert end(timelines, other, 4.0) == {TimePart.ORDER: 1.0, TimePart.KV_MEMORY: 3.0}
 
 
@@ -101,11 +91,7 @@ def test_what_is_computed_again_is_told_apart(cause: PreemptionCause, part: Time
     timelines.planned(rows(chunks=[(request, 4)]), 2.0)
     request.num_computed_tokens = 8
     timelines.planned(rows(chunks=[(request, 4)]), 5.0)
-    assert end(timelines, request, 6.0) == {
-        TimePart.COMPUTE: 2.0,
-        part: 1.0,
-        TimePart.RECOMPUTE: 3.0,
-    }
+    assert end(timelines, request, 6.0) == {TimePart.COMPUTE: 2.0, part: 1.0, TimePart.RECOMPUTE: 3.0}
 
 
 def test_what_a_cold_step_takes_beyond_a_warm_one_is_for_the_adapter() -> None:

@@ -90,8 +90,7 @@ def test_what_a_look_costs_does_not_depend_on_how_many_wait() -> None:
         for request_id in range(num_waiting):
             queue.add(make_request(request_id, prompt=1), float(request_id))
         num_calls = [
-            num_calls_of_a_look(queue, make_request(num_waiting + index, prompt=1))
-            for index in range(5)
+            num_calls_of_a_look(queue, make_request(num_waiting + index, prompt=1)) for index in range(5)
         ]
         costs.append(min(num_calls[1:]))  # the first look has to find them
     assert costs[0] == costs[1]

@@ -28,10 +28,15 @@ class RunningServer:
         self.engine = engine
         self.state: ServerState = make_state(engine, settings, now_s=1_700_000_000)
         config = uvicorn.Config(
-            build_app(self.state), host="127.0.0.1", port=0, log_config=None, lifespan="off",
-            ws="none", timeout_graceful_shutdown=2,
+            build_app(self.state),
+            host="127.0.0.1",
+            port=0,
+            log_config=None,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=2,
             http=connection_class(settings.limits, self.state.metrics.connections_ended),
-        )  # fmt: skip
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run)
         self._started = threading.Event()

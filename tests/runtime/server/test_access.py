@@ -97,9 +97,7 @@ def test_keys_come_from_options_and_files(tmp_path: Path) -> None:
     (tmp_path / "users").write_text("\n one \ntwo\n\n", encoding="utf-8")
     (tmp_path / "admins").write_text("root", encoding="utf-8")
     config = ServeConfig(
-        api_key=("zero",),
-        api_key_file=str(tmp_path / "users"),
-        admin_key_file=str(tmp_path / "admins"),
+        api_key=("zero",), api_key_file=str(tmp_path / "users"), admin_key_file=str(tmp_path / "admins")
     )
     access = Access.of(config)
     assert all(access.api.have(key) for key in (b"zero", b"one", b"two"))
@@ -174,6 +172,4 @@ def test_changes_over_http_need_an_admin(start_server: Callable[..., Any], engin
         assert "new" not in engine.adapters
         headers = {"Authorization": "Bearer admin"}
         assert http.post(CHANGES[0], json=body, headers=headers).status_code == 200
-        assert http.get(
-            "/v1/lora_adapters/new", headers={"Authorization": "Bearer user"}
-        ).is_success
+        assert http.get("/v1/lora_adapters/new", headers={"Authorization": "Bearer user"}).is_success

@@ -42,9 +42,13 @@ def test_a_level_is_asked_for(http: httpx.Client) -> None:
 
 def test_all_is_shown_of_one(http: httpx.Client, engine: Any) -> None:
     residency = Residency(
-        level="partial", num_groups=3, num_groups_loaded=2, loads={"host_to_device": (4, 0.5)},
-        evictions={"device": {"kv": 1}}, last_use_unix_s=12.5,
-    )  # fmt: skip
+        level="partial",
+        num_groups=3,
+        num_groups_loaded=2,
+        loads={"host_to_device": (4, 0.5)},
+        evictions={"device": {"kv": 1}},
+        last_use_unix_s=12.5,
+    )
     old = DrainingVersion("old", 4, 10, Residency(num_references=1))
     engine.adapters["x"] = type(make_adapter("x"))(
         "x", "/x", "ready", None, 8, 1 << 20, "new", True, residency, (old,)

@@ -11,17 +11,23 @@ from corun.runtime.server.body import read_model
 HI = {"role": "user", "content": "hi"}
 TURNS: list[Any] = [
     HI,
-    {"role": "assistant", "content": [
-        {"type": "thinking", "thinking": "think", "signature": ""},
-        {"type": "redacted_thinking", "data": "x"},
-        {"type": "text", "text": "I look"},
-        {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
-    ]},
-    {"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "one"}]},
-        {"type": "text", "text": "and?"},
-    ]},
-]  # fmt: skip
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "think", "signature": ""},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "I look"},
+            {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "one"}]},
+            {"type": "text", "text": "and?"},
+        ],
+    },
+]
 
 
 def body_of(**fields: Any) -> dict[str, Any]:
@@ -61,12 +67,13 @@ def test_results_alone_are_the_whole_turn() -> None:
     [
         ({"type": "auto"}, {"tool_choice": "auto"}),
         ({"type": "none"}, {"tool_choice": "none"}),
-        ({"type": "any", "disable_parallel_tool_use": True},
-         {"tool_choice": "required", "parallel_tool_calls": False}),
-        ({"type": "tool", "name": "f"},
-         {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        (
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        ({"type": "tool", "name": "f"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ],
-)  # fmt: skip
+)
 def test_tools(choice: dict[str, Any], expected: dict[str, Any]) -> None:
     tool = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
     body = body_of(tools=[tool], tool_choice=choice)
@@ -79,11 +86,7 @@ def test_other_fields() -> None:
     schema = {"type": "object"}
     form = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
     body = body_of(
-        max_tokens=5,
-        stop_sequences=["x"],
-        stream=True,
-        thinking={"type": "disabled"},
-        output_config=form,
+        max_tokens=5, stop_sequences=["x"], stream=True, thinking={"type": "disabled"}, output_config=form
     )
     assert (body["max_tokens"], body["stop"]) == (5, ["x"])
     assert body["stream_options"] == {"include_usage": True}
@@ -104,11 +107,21 @@ IMAGE = {"type": "image", "source": {"type": "base64"}}
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-         "messages[0].content[0].tool_use_id"),
-        ({"messages": [{"role": "assistant", "content": [
-            {"type": "tool_use", "id": "c", "name": "f", "input": "{}"}]}]},
-         "messages[0].content[0].input"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "c", "name": "f", "input": "{}"}],
+                    }
+                ]
+            },
+            "messages[0].content[0].input",
+        ),
         ({"system": 5}, "system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
@@ -116,7 +129,7 @@ IMAGE = {"type": "image", "source": {"type": "base64"}}
         ({"thinking": {"type": "loud"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ],
-)  # fmt: skip
+)
 def test_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         body_of(**fields)

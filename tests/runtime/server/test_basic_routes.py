@@ -18,9 +18,14 @@ def test_models(http: httpx.Client) -> None:
     cards = {card["id"]: card for card in body["data"]}
     assert list(cards) == ["tiny", "alias", "upper", "digits"]  # the failed one is not offered
     assert cards["tiny"] == {
-        "id": "tiny", "object": "model", "created": 1_700_000_000, "owned_by": "corun",
-        "root": "demo/tiny", "parent": None, "max_model_len": 4096,
-    }  # fmt: skip
+        "id": "tiny",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "corun",
+        "root": "demo/tiny",
+        "parent": None,
+        "max_model_len": 4096,
+    }
     assert cards["upper"]["root"] == "/adapters/upper"
     assert cards["upper"]["parent"] == "tiny"
     for name in ("tiny", "alias", "upper", "tiny:upper"):

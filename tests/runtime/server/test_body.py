@@ -64,9 +64,7 @@ def test_bodies_have_room_together() -> None:
             assert other.add(MAX_LOOP_BYTES)  # as a short one is
             assert not other.add(1)
             assert not other.add(0)
-            with pytest.raises(
-                OverloadedError, match=r"100000 bytes together \(--max-bodies-mib\)"
-            ):
+            with pytest.raises(OverloadedError, match=r"100000 bytes together \(--max-bodies-mib\)"):
                 other.check()
         one.check()
         assert room.num_bytes == 150_000

@@ -22,10 +22,16 @@ class Untouched(list[Any]):
 @pytest.mark.parametrize(
     ("field", "largest", "flag"),
     [
-        ("messages", [{"content": [{}] * 2, "tool_calls": [{}]}, {"content": [{}]}, {}],
-         "messages has 5 content parts and tool calls, at most 4 are served (--max-content-parts)"),
-        ("logit_bias", dict.fromkeys(map(str, range(4)), 0),
-         "logit_bias has 5 entries, at most 4 are served (--max-logit-bias)"),
+        (
+            "messages",
+            [{"content": [{}] * 2, "tool_calls": [{}]}, {"content": [{}]}, {}],
+            "messages has 5 content parts and tool calls, at most 4 are served (--max-content-parts)",
+        ),
+        (
+            "logit_bias",
+            dict.fromkeys(map(str, range(4)), 0),
+            "logit_bias has 5 entries, at most 4 are served (--max-logit-bias)",
+        ),
         ("stop", ["a"] * 4, "--max-stop-strings"),
         ("stop", "abcd", "--max-stop-bytes"),
         ("bad_words", ["ab", "cd"], "--max-bad-words-bytes"),
@@ -36,12 +42,17 @@ class Untouched(list[Any]):
         ("cache_salt", "m" * 16_384, "16385 characters"),
         ("lora_path", "m" * 16_384, "16385 characters"),
     ],
-)  # fmt: skip
+)
 def test_fields_that_are_too_large(field: str, largest: Any, flag: str) -> None:
     limits = HttpLimits(
-        max_content_parts=4, max_logit_bias=4, max_stop_strings=4, max_stop_bytes=4,
-        max_bad_words_bytes=4, max_tokenize_tokens=4, vocab_size=4,
-    )  # fmt: skip
+        max_content_parts=4,
+        max_logit_bias=4,
+        max_stop_strings=4,
+        max_stop_bytes=4,
+        max_bad_words_bytes=4,
+        max_tokenize_tokens=4,
+        vocab_size=4,
+    )
     check_body({field: None}, limits)
     check_body({field: 7}, limits)  # types are checked elsewhere
     check_fields({field: largest}, limits)

@@ -21,8 +21,7 @@ WITH_CALLS = (
 )
 WITHOUT_CALLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 WITHOUT_RESULTS = (
-    "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% endif %}"
-    "{% endfor %}"
+    "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
 )
 STRICT = (
     "{% for m in messages %}{% if m.tool_calls and m.tool_calls[0].function.name != 'add' %}"

@@ -53,9 +53,7 @@ def error_of(answer: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", HALF_HEAD])
-def test_a_head_that_does_not_come(
-    start_server: Callable[..., Any], engine: Any, sent: bytes
-) -> None:
+def test_a_head_that_does_not_come(start_server: Callable[..., Any], engine: Any, sent: bytes) -> None:
     server = start_server(type(engine)(), limits=HttpLimits(header_timeout_s=0.05))
     with connected(server) as sock:
         sock.sendall(sent)
@@ -100,8 +98,7 @@ def test_a_body_that_does_not_come(
     server = start_server(FakeEngine(), limits=HttpLimits(body_timeout_s=0.1))
     with connected(server) as sock:
         sock.sendall(
-            b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
-            b"x-request-id: mine\r\n\r\n{"
+            b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\nx-request-id: mine\r\n\r\n{"
         )
         answer = rest(sock)
         assert error_of(answer) == (408, "body_timeout") and b"--body-timeout-s" in answer
@@ -117,9 +114,7 @@ def test_a_body_that_is_late_after_its_answer(start_server: Callable[..., Any]) 
     assert answers.startswith(b"HTTP/1.1 404") and answers.count(b"HTTP/1.1") == 1
 
 
-def test_a_connection_with_a_body_after_its_answer_is_not_kept(
-    start_server: Callable[..., Any],
-) -> None:
+def test_a_connection_with_a_body_after_its_answer_is_not_kept(start_server: Callable[..., Any]) -> None:
     server = start_server(FakeEngine(), limits=HttpLimits(header_timeout_s=0.5))
     with connected(server) as sock:
         sock.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
@@ -134,9 +129,7 @@ def test_a_large_head(server: Any) -> None:
         assert error_of(rest(sock)) == (431, "head_too_large")
 
 
-@pytest.mark.parametrize(
-    "sent", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET \xff /\r\n\r\n"]
-)
+@pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET \xff /\r\n\r\n"])
 def test_what_is_not_http(server: Any, sent: bytes) -> None:
     with connected(server) as sock:
         sock.sendall(sent)
@@ -206,12 +199,9 @@ def test_a_trailer_is_no_header(start_server: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("num_bytes", [1, 100_000])
 @pytest.mark.parametrize(
-    ("start", "end"),
-    [(b"f;", b"\r\n%s\r\n0\r\n\r\n"), (b"f\r\n%s\r\n0\r\na: ", b"\r\n\r\n")],
+    ("start", "end"), [(b"f;", b"\r\n%s\r\n0\r\n\r\n"), (b"f\r\n%s\r\n0\r\na: ", b"\r\n\r\n")]
 )
-def test_trailers_and_extensions_are_limited(
-    server: Any, start: bytes, end: bytes, num_bytes: int
-) -> None:
+def test_trailers_and_extensions_are_limited(server: Any, start: bytes, end: bytes, num_bytes: int) -> None:
     body = b'{"prompt":"hi"}'
     parts = [part.replace(b"%s", body) for part in (start, end)]
     head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
@@ -397,9 +387,7 @@ def test_a_flood_of_bad_requests_is_one_line(
     start_server: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start_server(FakeEngine())
-    upgrade = (
-        b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
-    )
+    upgrade = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
     for sent, status in ((b"hello\r\n\r\n", 400), (upgrade, 200)):
         for _ in range(10):
             with connected(server) as sock:

@@ -55,9 +55,7 @@ def test_preflight(pages: httpx.Client, path: str) -> None:
         ("/v1/completions", {"prompt": "hi", "model": "none"}, 404),
     ],
 )
-def test_fast_routes(
-    pages: httpx.Client, path: str, body: dict[str, Any], status: int, stream: bool
-) -> None:
+def test_fast_routes(pages: httpx.Client, path: str, body: dict[str, Any], status: int, stream: bool) -> None:
     sent = body | {"stream": stream, "max_tokens": 2}
     for origin, shown in ((PAGE, PAGE), (OTHER, None), (None, None)):
         headers = KEY if origin is None else KEY | {"origin": origin}

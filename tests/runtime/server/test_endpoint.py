@@ -27,9 +27,7 @@ def complete(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     return body
 
 
-def stream(
-    http: httpx.Client, path: str = "/v1/completions", **fields: Any
-) -> list[dict[str, Any]]:
+def stream(http: httpx.Client, path: str = "/v1/completions", **fields: Any) -> list[dict[str, Any]]:
     body = {"max_tokens": 40, "stream": True} | fields
     response = http.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -258,12 +256,25 @@ def test_template_arguments(http: httpx.Client, engine: Any) -> None:
 
 def test_sampling_fields_reach_the_engine(http: httpx.Client, engine: Any) -> None:
     given = {
-        "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "seed": 42, "n": 2,
-        "max_tokens": 9, "min_tokens": 2, "stop": ["x", "y"], "stop_token_ids": [3],
-        "ignore_eos": True, "logprobs": 1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
-        "repetition_penalty": 1.25, "bad_words": ["no"], "allowed_token_ids": [1, 2],
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": 42,
+        "n": 2,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop": ["x", "y"],
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "logprobs": 1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.25,
+        "bad_words": ["no"],
+        "allowed_token_ids": [1, 2],
         "prompt_logprobs": 2,
-    }  # fmt: skip
+    }
     complete(
         http,
         **given,
@@ -314,11 +325,7 @@ def test_openai_client(server: Any, client: openai.OpenAI, expected_text: EXPECT
     assert done.choices[0].text == expected_text("hello", 40, adapter="upper")
     messages: Any = [{"role": "user", "content": "hi"}]
     parts = client.chat.completions.create(
-        model="tiny",
-        messages=messages,
-        max_tokens=40,
-        stream=True,
-        stream_options={"include_usage": True},
+        model="tiny", messages=messages, max_tokens=40, stream=True, stream_options={"include_usage": True}
     )
     collected = list(parts)
     text = "".join(part.choices[0].delta.content or "" for part in collected if part.choices)

@@ -15,9 +15,7 @@ from corun.runtime.server.lora_routes import LoadRequest, UnloadRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-MODELS = (
-    ChatRequest, CompletionRequest, DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest,
-)  # fmt: skip
+MODELS = (ChatRequest, CompletionRequest, DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest)
 # Fields that clients send by themselves: editors, agents, routers, benchmarks.
 EXTRAS: dict[str, Any] = {
     "id": "msg_1",
@@ -89,10 +87,16 @@ def test_a_priority_is_not_ignored(http: httpx.Client, path: str) -> None:
 def test_what_clients_put_into_messages_passes(http: httpx.Client, engine: Any) -> None:
     user: dict[str, Any] = {"role": "user", "content": "hi"}
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
-    answer = http.post(CHAT, json=chat(messages=[
-        user | EXTRAS, {"role": "assistant", "content": None, "refusal": "no"} | EXTRAS,
-        user | {"content": [part]},
-    ]))  # fmt: skip
+    answer = http.post(
+        CHAT,
+        json=chat(
+            messages=[
+                user | EXTRAS,
+                {"role": "assistant", "content": None, "refusal": "no"} | EXTRAS,
+                user | {"content": [part]},
+            ]
+        ),
+    )
     assert answer.status_code == 200, answer.text
     assert "".join(map(chr, engine.seen[-1][0])) == "<user>hi<assistant><user>hi<assistant>"
     options = {"include_usage": True, "include_obfuscation": False}
@@ -124,11 +128,7 @@ def test_refuse(start_server: Callable[..., Any], engine: Any) -> None:
     with httpx.Client(base_url=server.url, timeout=20) as http:
         answer = http.post(CHAT, json=chat(novel=1))
         error = answer.json()["error"]
-        assert (answer.status_code, error["code"], error["param"]) == (
-            400,
-            "unknown_field",
-            "novel",
-        )
+        assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_field", "novel")
         assert "--unknown-fields" in error["message"]
         body = chat(messages=[{"role": "user", "content": "hi", "weight": 2}])
         assert http.post(CHAT, json=body).json()["error"]["param"] == "messages[0].weight"
@@ -145,15 +145,9 @@ def test_a_near_miss_is_an_error_under_each_policy(
         for name, meant in (("max_token", "max_tokens"), ("temprature", "temperature")):
             answer = http.post(CHAT, json=chat(**{name: 1}))
             error = answer.json()["error"]
-            assert (answer.status_code, error["code"], error["param"]) == (
-                400,
-                "unknown_field",
-                name,
-            )
+            assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_field", name)
             assert repr(meant) in error["message"]
-        assert http.post(CHAT, json=chat(novel=1)).status_code == (
-            400 if policy == "refuse" else 200
-        )
+        assert http.post(CHAT, json=chat(novel=1)).status_code == (400 if policy == "refuse" else 200)
     assert len([line for line in caplog.messages if "novel" in line]) == (policy == "warn")
 
 

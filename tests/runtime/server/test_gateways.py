@@ -27,9 +27,22 @@ def test_others_have_no_number() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "g", "g:", ":1", "g:0", "g:01", "g:-1", "g:1.5", "g:1,g:2", "g g:1", "ü:1",
-     "g:1" + "0" * 15, "x" * 65 + ":1"],
-)  # fmt: skip
+    [
+        "",
+        "g",
+        "g:",
+        ":1",
+        "g:0",
+        "g:01",
+        "g:-1",
+        "g:1.5",
+        "g:1,g:2",
+        "g g:1",
+        "ü:1",
+        "g:1" + "0" * 15,
+        "x" * 65 + ":1",
+    ],
+)
 def test_what_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(HttpError, match="must be ID:N") as caught:
         opened(GatewayLedger(), text)

@@ -54,11 +54,7 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples[waited, (model, ("part", "order"))] == 1.5
     assert samples[waited, (model, ("part", "kv_memory"))] == 2.5
     assert samples["corun:engine_alive", (model,)] == 1
-    info = (
-        ("max_lora", "256"),
-        ("running_lora_adapters", "upper"),
-        ("waiting_lora_adapters", "digits"),
-    )
+    info = (("max_lora", "256"), ("running_lora_adapters", "upper"), ("waiting_lora_adapters", "digits"))
     assert samples["corun:lora_requests_info", info] > 1_700_000_000
     loaded = {labels for name, labels in samples if name == "corun:lora_adapter_loaded"}
     assert loaded == {
@@ -270,9 +266,7 @@ def test_what_boards_of_vllm_read(start_server: Callable[..., Any], engine: Any)
         assert samples[f"vllm:{name}_sum", model] == total
     for name in ("queue", "prefill", "decode", "inference"):
         assert samples[f"vllm:request_{name}_time_seconds_count", model] == 2
-    parts = [
-        samples[f"vllm:request_{name}_time_seconds_sum", model] for name in ("queue", "inference")
-    ]
+    parts = [samples[f"vllm:request_{name}_time_seconds_sum", model] for name in ("queue", "inference")]
     assert sum(parts) == pytest.approx(samples["vllm:e2e_request_latency_seconds_sum", model])
     assert samples["vllm:request_time_per_output_token_seconds_count", model] == 2
     assert samples["vllm:time_per_output_token_seconds_count", model] == 2 * 7
@@ -295,9 +289,7 @@ def test_what_inference_pickers_read(start_server: Callable[..., Any], engine: A
         assert set(labels.strip("{}").split(", ")) - {""} <= shown[f"vllm:{name}"], name
 
 
-def test_what_those_of_its_server_process_read(
-    start_server: Callable[..., Any], engine: Any
-) -> None:
+def test_what_those_of_its_server_process_read(start_server: Callable[..., Any], engine: Any) -> None:
     server = start_server(type(engine)(), metrics_prefix="vllm")
     with httpx.Client(base_url=server.url, timeout=20) as http:
         for body in ({"prompt": "hi"}, {"prompt": "hi"}, {}):
@@ -309,9 +301,7 @@ def test_what_those_of_its_server_process_read(
         assert samples["http_requests_total", (*route, ("status", status))] == number
     assert samples["http_request_duration_seconds_count", route] == 3
     assert samples["http_request_duration_seconds_sum", route] > 0
-    assert not any(
-        ("handler", "/health") in labels for name, labels in samples if name[:4] == "http"
-    )
+    assert not any(("handler", "/health") in labels for name, labels in samples if name[:4] == "http")
     for name in ("resident_memory_bytes", "cpu_seconds_total", "open_fds", "start_time_seconds"):
         assert samples[f"process_{name}", ()] > 0
 

@@ -107,20 +107,23 @@ def test_answers(watched: Watched, stream: bool) -> None:
     record = watched.record(length=1)
     assert answer.headers["x-request-id"] == record["id"]
     names = ("route", "model", "adapter", "stream", "outcome", "status", "error")
-    assert fields_of(record, *names) == (
-        COMPLETIONS, "digits", "digits", stream, "finished", 200, None,
-    )  # fmt: skip
+    assert fields_of(record, *names) == (COMPLETIONS, "digits", "digits", stream, "finished", 200, None)
     assert record["arrived_at"] > 1_700_000_000
     (prompt,) = record["prompts"]
     assert prompt["prompt_tokens"] == len(SECRET)
     assert 0 <= prompt["first_token_s"] <= prompt["total_s"] <= record["total_s"]
     assert prompt["choices"] == [
         {
-            "finish_reason": "length", "output_tokens": 10, "predicted_output_tokens": 50,
-            "parts_s": {"kv_memory": 0.5, "compute": 0.25}, "start_strategy": "assisted",
-            "start_reason": "told to", "preemptions": 2, "squashes": 1,
+            "finish_reason": "length",
+            "output_tokens": 10,
+            "predicted_output_tokens": 50,
+            "parts_s": {"kv_memory": 0.5, "compute": 0.25},
+            "start_strategy": "assisted",
+            "start_reason": "told to",
+            "preemptions": 2,
+            "squashes": 1,
         }
-    ]  # fmt: skip
+    ]
     watched.post(stop="€", prompt=["a", "b"], n=2, max_tokens=40, stream=stream)
     assert reasons(watched.record(stop=4)) == ["stop"] * 4
     watched.post(CHAT, messages=[{"role": "user", "content": SECRET}], max_tokens=3)
@@ -132,9 +135,7 @@ def test_answers(watched: Watched, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("after_first", [True, False])
-def test_clients_that_leave(
-    watched: Watched, wait_until: WAIT, stream: bool, after_first: bool
-) -> None:
+def test_clients_that_leave(watched: Watched, wait_until: WAIT, stream: bool, after_first: bool) -> None:
     watched.engine.hold_after_first = after_first
     watched.engine.held.set()
     with watched.raw_post(stream=stream, n=2) as sock:
@@ -178,8 +179,12 @@ def test_requests_that_are_refused(
     record = watched.record(refused=1)
     assert answer.headers["x-request-id"] == record["id"]
     assert fields_of(record, "outcome", "status", "error", "model", "prompts") == (
-        "refused", status, code, model, [],
-    )  # fmt: skip
+        "refused",
+        status,
+        code,
+        model,
+        [],
+    )
 
 
 def test_full_queues(watched: Watched) -> None:

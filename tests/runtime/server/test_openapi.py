@@ -18,13 +18,21 @@ LORA = {"lora_name": "upper", "lora_path": "/x", "load_inplace": True}
 # A request for each route, and one of its error statuses.
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
-        "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2,
-        "model": "digits", "return_timing": True, "return_token_ids": True, "max_tokens": 3,
+        "messages": [{"role": "user", "content": "hi"}],
+        "logprobs": True,
+        "top_logprobs": 2,
+        "model": "digits",
+        "return_timing": True,
+        "return_token_ids": True,
+        "max_tokens": 3,
     },
     "/v1/responses": {"input": "hi", "max_output_tokens": 3},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
     "/v1/completions": {
-        "prompt": "hi", "logprobs": 2, "return_timing": True, "return_token_ids": True,
+        "prompt": "hi",
+        "logprobs": 2,
+        "return_timing": True,
+        "return_token_ids": True,
         "max_tokens": 3,
     },
     "/v1/load_lora_adapter": LORA,
@@ -33,7 +41,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/unload_lora_adapter": {"lora_name": "digits"},
     "/tokenize": {"prompt": "hi", "return_token_strs": True},
     "/detokenize": {"tokens": [97]},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -62,9 +70,7 @@ def test_the_document_has_every_route(http: httpx.Client) -> None:
     text = json.dumps(document)
     names = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names == set(document["components"]["schemas"])
-    operations = [
-        one["operationId"] for path in document["paths"].values() for one in path.values()
-    ]
+    operations = [one["operationId"] for path in document["paths"].values() for one in path.values()]
     assert len(set(operations)) == len(operations)
 
 

@@ -52,9 +52,7 @@ def test_bodies_and_requests_are_not_mixed(server: Any) -> None:
     assert len(found) == 61 and found[1::2] == [200] * 30 and set(found[::2]) <= {200, 400}
 
 
-def test_few_are_parsed_at_once(
-    start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_are_parsed_at_once(start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = []
     begin = connection.Connection.on_message_begin
 

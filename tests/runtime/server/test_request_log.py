@@ -20,9 +20,18 @@ WAIT = Callable[..., None]
 
 def record(number: int) -> HttpRequestRecord:
     return HttpRequestRecord(
-        arrived_at=1.5, id=f"cmpl-{number}", route="/v1/completions", model="m", adapter=None,
-        stream=False, outcome="finished", status=200, error=None, total_s=0.25, prompts=[],
-    )  # fmt: skip
+        arrived_at=1.5,
+        id=f"cmpl-{number}",
+        route="/v1/completions",
+        model="m",
+        adapter=None,
+        stream=False,
+        outcome="finished",
+        status=200,
+        error=None,
+        total_s=0.25,
+        prompts=[],
+    )
 
 
 def ids(path: Path) -> list[str]:
@@ -46,10 +55,18 @@ def test_lines_are_appended(tmp_path: Path) -> None:
                 log.write(record(number))
     assert ids(path) == [f"cmpl-{number}" for number in range(5)]
     assert json.loads(path.read_text().splitlines()[0]) == {
-        "arrived_at": 1.5, "id": "cmpl-0", "route": "/v1/completions", "model": "m",
-        "adapter": None, "stream": False, "outcome": "finished", "status": 200, "error": None,
-        "total_s": 0.25, "prompts": [],
-    }  # fmt: skip
+        "arrived_at": 1.5,
+        "id": "cmpl-0",
+        "route": "/v1/completions",
+        "model": "m",
+        "adapter": None,
+        "stream": False,
+        "outcome": "finished",
+        "status": 200,
+        "error": None,
+        "total_s": 0.25,
+        "prompts": [],
+    }
 
 
 def test_stdout(capfd: pytest.CaptureFixture[str]) -> None:
@@ -119,10 +136,7 @@ def test_a_full_disk_costs_lines_and_is_said_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_disk_that_has_room_again(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    wait_until: WAIT,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, wait_until: WAIT
 ) -> None:
     path, write = tmp_path / "log", os.write
     tried: list[bytes] = []
@@ -167,10 +181,7 @@ def test_a_reader_that_hangs_holds_nothing_up(
 def test_a_file_that_cannot_be_opened_stops_the_start(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     config = ServeConfig(request_log=str(path))
-    with (
-        pytest.raises(ConfigError, match=r"--request-log '.*' cannot be written: "),
-        request_log_of(config),
-    ):
+    with pytest.raises(ConfigError, match=r"--request-log '.*' cannot be written: "), request_log_of(config):
         raise AssertionError("it was opened")
 
 

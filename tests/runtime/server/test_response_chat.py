@@ -11,16 +11,18 @@ from corun.runtime.server.translation import names_of_fields
 
 TURN: list[Any] = [
     {"role": "user", "content": "hi"},
-    {"type": "reasoning", "id": "rs", "summary": [],
-     "content": [{"type": "reasoning_text", "text": "think"}]},
-    {"type": "message", "role": "assistant",
-     "content": [{"type": "output_text", "text": "I look"}]},
+    {
+        "type": "reasoning",
+        "id": "rs",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "think"}],
+    },
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look"}]},
     {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
     {"type": "function_call", "call_id": "c2", "name": "g", "arguments": '{"a":1}'},
     {"type": "function_call_output", "call_id": "c1", "output": "one"},
-    {"type": "function_call_output", "call_id": "c2",
-     "output": [{"type": "input_text", "text": "two"}]},
-]  # fmt: skip
+    {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "two"}]},
+]
 
 
 def body_of(**fields: Any) -> dict[str, Any]:
@@ -41,11 +43,15 @@ def test_items_of_a_turn_are_one_message() -> None:
     ]
     assert body_of(input=TURN)["messages"] == [
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "reasoning_content": "think",
-         "content": [{"type": "text", "text": "I look"}], "tool_calls": calls},
+        {
+            "role": "assistant",
+            "reasoning_content": "think",
+            "content": [{"type": "text", "text": "I look"}],
+            "tool_calls": calls,
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
         {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "two"}]},
-    ]  # fmt: skip
+    ]
 
 
 def test_reasoning_without_its_text_is_left_out() -> None:
@@ -74,9 +80,7 @@ def test_form_of_the_text() -> None:
     body = body_of(text={"format": {"type": "json_schema"} | schema, "verbosity": "low"})
     assert body["response_format"] == {"type": "json_schema", "json_schema": schema}
     assert body["verbosity"] == "low"
-    assert body_of(text={"format": {"type": "json_object"}})["response_format"] == {
-        "type": "json_object"
-    }
+    assert body_of(text={"format": {"type": "json_object"}})["response_format"] == {"type": "json_object"}
 
 
 def test_other_fields() -> None:
@@ -95,18 +99,15 @@ def test_other_fields() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-         "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
-         "input[0].content[0].text"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
-         "input[0].call_id"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": ["f"]}, "tools[0]"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
     ],
-)  # fmt: skip
+)
 def test_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         body_of(**fields)

@@ -57,12 +57,7 @@ def test_stream(http: httpx.Client, engine: Any, expected_text: Callable[..., st
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert set(kinds[4:-4]) == {"output_text.delta"}
-    assert kinds[-4:] == [
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "incomplete",
-    ]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     text = expected_text("<user>hi<assistant>", 4)
     assert "".join(event["delta"] for event in events[4:-4]) == text
     last = Response.model_validate(events[-1]["response"])
@@ -78,11 +73,7 @@ def test_client(client: openai.OpenAI) -> None:
     assert whole.output_text == text and whole.status == "completed"
     with client.responses.stream(model="tiny", input="hi", extra_body=stop) as stream:
         assert stream.get_final_response().output_text == text
-    history: Any = [
-        {"role": "user", "content": "hi"},
-        *whole.output,
-        {"role": "user", "content": "x"},
-    ]
+    history: Any = [{"role": "user", "content": "hi"}, *whole.output, {"role": "user", "content": "x"}]
     again = client.responses.create(model="tiny", input=history, max_output_tokens=3)
     assert again.usage is not None
     assert again.usage.input_tokens == len(f"<user>hi<assistant>{text}<user>x<assistant>")
@@ -107,9 +98,7 @@ def test_client(client: openai.OpenAI) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors(
-    http: httpx.Client, fields: dict[str, Any], code: str, param: str, stream: bool
-) -> None:
+def test_errors(http: httpx.Client, fields: dict[str, Any], code: str, param: str, stream: bool) -> None:
     answer = http.post(PATH, json={"input": "hi", "stream": stream} | fields)
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == (code, param), error

@@ -10,10 +10,20 @@ from corun.runtime.tools.parts import AnswerPart, CallHead, PartKind
 
 C, R = PartKind.CONTENT, PartKind.REASONING
 RESPONSE = ResponseObject(
-    id="resp-1", created_at=1, model="m", instructions=None, tools=(), tool_choice="auto",
-    parallel_tool_calls=True, text={}, reasoning={}, max_output_tokens=None, temperature=1.0,
-    top_p=1.0, metadata={},
-)  # fmt: skip
+    id="resp-1",
+    created_at=1,
+    model="m",
+    instructions=None,
+    tools=(),
+    tool_choice="auto",
+    parallel_tool_calls=True,
+    text={},
+    reasoning={},
+    max_output_tokens=None,
+    temperature=1.0,
+    top_p=1.0,
+    metadata={},
+)
 
 
 def call(index: int, *pieces: str) -> list[AnswerPart]:

@@ -67,10 +67,7 @@ def test_a_request_from_its_number_to_its_end(served: LatencyServer, tmp_path: P
             news = next(state for state in states if state.accepted)
             assert news.accepted == {"g": Accepted(last=1)}
             assert news.load is not None
-            at_work = (
-                *news.load.num_running_by_rank.items(),
-                *news.load.num_waiting_by_rank.items(),
-            )
+            at_work = (*news.load.num_running_by_rank.items(), *news.load.num_waiting_by_rank.items())
             assert at_work == ((16, 1),)
             response.read()
         ended = next(state for state in states if state.load and not state.load.num_running_by_rank)

@@ -17,10 +17,17 @@ from support.fake_engine import FakeEngine, make_adapter
 from support.profiles import PROFILE
 
 LOAD = EngineLoadState(
-    num_running_by_rank={0: 2, 8: 1}, num_waiting_by_rank={64: 3}, queued_prefill_tokens=500,
-    running_context_tokens=900, free_kv_tokens=1000, promised_kv_tokens=100, total_kv_tokens=1600,
-    queued_s=0.25, link_backlog_bytes=77, measured_over_predicted=1.5,
-)  # fmt: skip
+    num_running_by_rank={0: 2, 8: 1},
+    num_waiting_by_rank={64: 3},
+    queued_prefill_tokens=500,
+    running_context_tokens=900,
+    free_kv_tokens=1000,
+    promised_kv_tokens=100,
+    total_kv_tokens=1600,
+    queued_s=0.25,
+    link_backlog_bytes=77,
+    measured_over_predicted=1.5,
+)
 
 
 @contextmanager
@@ -73,18 +80,11 @@ def test_later_ones_say_what_has_changed(http: httpx.Client, engine: FakeEngine)
     with listening(http) as states:
         next(states)
         silent = next(states)
-        assert (silent.load, silent.adapters, silent.removed, silent.accepted) == (
-            None,
-            (),
-            (),
-            None,
-        )
+        assert (silent.load, silent.adapters, silent.removed, silent.accepted) == (None, (), (), None)
         changed = msgspec.structs.replace(LOAD, queued_prefill_tokens=501)
         engine.adapters["more"] = make_adapter("more", level="disk")
         del engine.adapters["upper"]
-        engine.adapters["digits"] = msgspec.structs.replace(
-            engine.adapters["digits"], state="failed"
-        )
+        engine.adapters["digits"] = msgspec.structs.replace(engine.adapters["digits"], state="failed")
         tell(engine, changed, "more", "upper", "digits", "broken")
         news = until(states, lambda state: state.load is not None)
         assert news.load == changed
@@ -135,9 +135,7 @@ def test_it_ends_with_the_server(supervised: Callable[..., Any]) -> None:
     assert server.join() == 0
 
 
-def test_one_that_hangs_is_not_ready_until_it_goes_on(
-    http: httpx.Client, engine: FakeEngine
-) -> None:
+def test_one_that_hangs_is_not_ready_until_it_goes_on(http: httpx.Client, engine: FakeEngine) -> None:
     with listening(http) as states:
         engine.stall(31)
         assert not until(states, lambda state: not state.is_ready).is_ready
@@ -190,9 +188,7 @@ def test_a_request_that_is_refused_is_in_the_state(http: httpx.Client, engine: F
 
 
 def test_a_malformed_number_is_refused(http: httpx.Client, engine: FakeEngine) -> None:
-    answer = http.post(
-        "/v1/completions", json={"prompt": "a"}, headers={"x-corun-gateway": "g:zero"}
-    )
+    answer = http.post("/v1/completions", json={"prompt": "a"}, headers={"x-corun-gateway": "g:zero"})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "x-corun-gateway"
     assert not engine.seen

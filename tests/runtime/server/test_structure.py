@@ -19,18 +19,28 @@ GBNF = 'root ::= "a"'
     ("body", "kind", "text", "field"),
     [
         (
-            {"response_format": {"type": "json_schema", "json_schema": {
-                "name": "x", "description": "y", "strict": False, "schema": SCHEMA}}},
-            "json_schema", SCHEMA, "response_format",
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "description": "y", "strict": False, "schema": SCHEMA},
+                }
+            },
+            "json_schema",
+            SCHEMA,
+            "response_format",
         ),
         ({"response_format": {"type": "json_object"}}, "json_object", "", "response_format"),
         (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},
-            "json_schema", SCHEMA, "response_format",
+            "json_schema",
+            SCHEMA,
+            "response_format",
         ),
         (
             {"response_format": {"type": "structural_tag", **TAG}},
-            "structural_tag", {"type": "structural_tag", **TAG}, "response_format",
+            "structural_tag",
+            {"type": "structural_tag", **TAG},
+            "response_format",
         ),
         ({"guided_json": SCHEMA}, "json_schema", SCHEMA, "guided_json"),
         ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA, "guided_json"),
@@ -45,21 +55,22 @@ GBNF = 'root ::= "a"'
         ({"format": SCHEMA}, "json_schema", SCHEMA, "format"),
         (
             {"structured_outputs": {"json": SCHEMA, "regex": None}},
-            "json_schema", SCHEMA, "structured_outputs.json",
+            "json_schema",
+            SCHEMA,
+            "structured_outputs.json",
         ),
         ({"structured_outputs": {"choice": ["a"]}}, "choice", ["a"], "structured_outputs.choice"),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+", "structured_outputs.regex"),
         (
             {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
-            "structural_tag", TAG, "structured_outputs.structural_tag",
+            "structural_tag",
+            TAG,
+            "structured_outputs.structural_tag",
         ),
-        (
-            {"structured_outputs": {"json_object": True}},
-            "json_object", "", "structured_outputs.json_object",
-        ),
+        ({"structured_outputs": {"json_object": True}}, "json_object", "", "structured_outputs.json_object"),
         ({"guided_json": SCHEMA, "format": SCHEMA}, "json_schema", SCHEMA, "guided_json"),
     ],
-)  # fmt: skip
+)
 def test_each_name_is_one_value(body: dict[str, Any], kind: str, text: object, field: str) -> None:
     found = StructureFields.model_validate(body).structured_output()
     assert found is not None

@@ -106,9 +106,7 @@ def test_engine_death(supervised: START, wait_until: WAIT, silently: bool) -> No
     assert server.join() == 1
 
 
-def test_an_engine_that_hangs_has_an_exit_code_of_its_own(
-    supervised: START, wait_until: WAIT
-) -> None:
+def test_an_engine_that_hangs_has_an_exit_code_of_its_own(supervised: START, wait_until: WAIT) -> None:
     server = supervised(drain_timeout_s=1000)
     server.engine.held.set()
     posted = Posted(server, stream=True)

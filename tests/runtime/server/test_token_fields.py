@@ -183,11 +183,7 @@ def test_a_prompt_is_scored_without_a_token(http: httpx.Client, engine: Any, nam
 
 def test_rules_for_tokens_reach_the_engine(http: httpx.Client, engine: Any) -> None:
     for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": ANSWERED[:1]})):
-        rules = {
-            "logit_bias": {"5": 2, "07": -1.5},
-            "bad_words": ["x"],
-            "allowed_token_ids": [5, 7],
-        }
+        rules = {"logit_bias": {"5": 2, "07": -1.5}, "bad_words": ["x"], "allowed_token_ids": [5, 7]}
         post(http, path, **prompt, **rules)
         params = engine.seen[-1][1]
         assert params.logit_bias == {5: 2.0, 7: -1.5}

@@ -51,9 +51,7 @@ def grammar_of(engine: FakeEngine) -> str | None:
     return None if structured is None else structured.text
 
 
-def test_calls_and_reasoning_stand_beside_the_content(
-    http: httpx.Client, engine: FakeEngine
-) -> None:
+def test_calls_and_reasoning_stand_beside_the_content(http: httpx.Client, engine: FakeEngine) -> None:
     (choice,) = post(http, tools=TOOLS)["choices"]
     message = choice["message"]
     calls = message.pop("tool_calls")
@@ -74,9 +72,7 @@ def test_calls_and_reasoning_stand_beside_the_content(
 
 
 @pytest.mark.parametrize("tokens_per_output", [1, 7, 1000])
-def test_a_stream_has_the_same_parts(
-    http: httpx.Client, engine: FakeEngine, tokens_per_output: int
-) -> None:
+def test_a_stream_has_the_same_parts(http: httpx.Client, engine: FakeEngine, tokens_per_output: int) -> None:
     engine.tokens_per_output = tokens_per_output
     choices = stream(http, tools=TOOLS)
     deltas = [choice["delta"] for choice in choices]
@@ -92,9 +88,7 @@ def test_a_stream_has_the_same_parts(
     for index, (_, arguments) in enumerate(QWEN.calls):
         own = [one["function"]["arguments"] for one in pieces if one["index"] == index]
         assert "".join(own) == arguments
-        assert pieces.index(heads[index]) == min(
-            at for at, one in enumerate(pieces) if one["index"] == index
-        )
+        assert pieces.index(heads[index]) == min(at for at, one in enumerate(pieces) if one["index"] == index)
     assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["tool_calls"]
     assert choices[-1]["delta"] == {}
 
@@ -105,9 +99,7 @@ def test_a_stream_with_tokens_shows_each_once(http: httpx.Client) -> None:
         own = [one for one in choices if one["index"] == index]
         tokens = [token for one in own for token in one.get("token_ids") or ()]
         assert "".join(map(chr, tokens)) == QWEN.text
-        scored = [
-            one for choice in own if choice["logprobs"] for one in choice["logprobs"]["content"]
-        ]
+        scored = [one for choice in own if choice["logprobs"] for one in choice["logprobs"]["content"]]
         assert len(scored) == len(QWEN.text)
 
 
@@ -171,9 +163,10 @@ def test_fields_are_variables_of_the_template(http: httpx.Client, engine: FakeEn
     engine.tokenizer.apply_chat_template = spied  # type: ignore[method-assign]
     try:
         post(http, reasoning_effort="none", verbosity="low")
-        assert seen[-1].items() >= {
-            "reasoning_effort": "none", "enable_thinking": False, "verbosity": "low",
-        }.items()  # fmt: skip
+        assert (
+            seen[-1].items()
+            >= {"reasoning_effort": "none", "enable_thinking": False, "verbosity": "low"}.items()
+        )
         post(http, enable_thinking=True, chat_template_kwargs={"enable_thinking": False})
         assert seen[-1]["enable_thinking"] is False
         post(http)
@@ -182,8 +175,10 @@ def test_fields_are_variables_of_the_template(http: httpx.Client, engine: FakeEn
         engine.tokenizer.apply_chat_template = render  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED, {"type": "allowed_tools", "allowed_tools": {
-    "mode": "required", "tools": [NAMED]}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "choice",
+    ["required", NAMED, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}],
+)
 def test_forced_calls_have_a_grammar(http: httpx.Client, engine: FakeEngine, choice: Any) -> None:
     post(http, tools=TOOLS, tool_choice=choice)
     grammar = grammar_of(engine)
@@ -202,9 +197,7 @@ def test_strict_functions_have_a_grammar_where_they_are_called(
     assert '"integer"' in grammar
 
 
-def test_structured_output_beside_reasoning_and_tools(
-    http: httpx.Client, engine: FakeEngine
-) -> None:
+def test_structured_output_beside_reasoning_and_tools(http: httpx.Client, engine: FakeEngine) -> None:
     engine.answer = '{"z": null}'
     post(http, response_format=RESPONSE_FORMAT)
     grammar = grammar_of(engine)
@@ -218,9 +211,7 @@ def test_structured_output_beside_reasoning_and_tools(
     assert param == "structured_outputs.regex" and "not served beside tools" in message
 
 
-@pytest.mark.parametrize(
-    "given", [{"guided_json": "{"}, {"structured_outputs": {"json": "[" * 9999}}]
-)
+@pytest.mark.parametrize("given", [{"guided_json": "{"}, {"structured_outputs": {"json": "[" * 9999}}])
 def test_structure_that_is_no_json_is_left_to_its_own_check(
     http: httpx.Client, engine: FakeEngine, given: dict[str, Any]
 ) -> None:
@@ -248,9 +239,7 @@ def test_models_whose_calls_are_not_known(http: httpx.Client, engine: FakeEngine
     assert call["function"] == {"name": "add", "arguments": '{"x": 1}'}
 
 
-def test_a_template_that_leaves_tools_out_is_refused(
-    http: httpx.Client, engine: FakeEngine
-) -> None:
+def test_a_template_that_leaves_tools_out_is_refused(http: httpx.Client, engine: FakeEngine) -> None:
     engine.tokenizer.leaves_tools_out = True
     try:
         param, message = refused(http, tools=TOOLS)
@@ -284,28 +273,34 @@ def function(**fields: Any) -> dict[str, Any]:
         ({"tools": [function(name="a b")]}, "tools[0].function.name", "letters, digits"),
         ({"tools": [function(name=None)]}, "tools[0].function.name", "letters, digits"),
         ({"tools": [function(parameters=[])]}, "tools[0].function.parameters", "a JSON schema"),
-        ({"tools": [function(parameters={"type": "string"})]},
-         "tools[0].function.parameters.type", '"object"'),
+        (
+            {"tools": [function(parameters={"type": "string"})]},
+            "tools[0].function.parameters.type",
+            '"object"',
+        ),
         ({"tools": [function(strict="yes")]}, "tools[0].function.strict", "a boolean"),
         ({"tools": [function(), function()]}, "tools", 'two functions named "f"'),
         ({"tools": [function(name=f"f{i}") for i in range(1025)]}, "tools", "at most 1024"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "one of none, auto, required"),
         ({"tools": TOOLS, "tool_choice": 1}, "tool_choice", "one of none, auto, required"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function.name",
-         "a string"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function.name", "a string"),
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type", "only"),
         ({"tools": TOOLS, "tool_choice": function(name="sub")}, "tool_choice", "not in tools"),
         ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
-        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
-         "tool_choice.allowed_tools", "an object with mode and tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.allowed_tools",
+            "an object with mode and tools",
+        ),
         ({"tools": TOOLS, "functions": TOOLS}, "functions", "write tools"),
-        ({"tools": TOOLS, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools",
-         "cannot be set"),
+        (
+            {"tools": TOOLS, "chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs.tools",
+            "cannot be set",
+        ),
     ],
-)  # fmt: skip
-def test_wrong_fields_are_named(
-    http: httpx.Client, fields: dict[str, Any], param: str, what: str
-) -> None:
+)
+def test_wrong_fields_are_named(http: httpx.Client, fields: dict[str, Any], param: str, what: str) -> None:
     found, message = refused(http, **fields)
     assert found == param
     assert what in message

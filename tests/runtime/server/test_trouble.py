@@ -31,9 +31,7 @@ def stream_lines(http: httpx.Client, **fields: Any) -> list[str]:
 
 @pytest.mark.parametrize("prompt", ["hello", ["hello", "you"]])
 @pytest.mark.parametrize("stream", [True, False])
-def test_disconnect_cancels(
-    server: Any, engine: Any, wait_until: WAIT, prompt: Any, stream: bool
-) -> None:
+def test_disconnect_cancels(server: Any, engine: Any, wait_until: WAIT, prompt: Any, stream: bool) -> None:
     engine.held.set()
     num_prompts = 1 if isinstance(prompt, str) else len(prompt)
     with raw_post(server, "/v1/completions", prompt=prompt, max_tokens=40, stream=stream) as sock:
@@ -62,9 +60,7 @@ def test_client_that_leaves_while_sending(server: Any, wait_until: WAIT) -> None
     wait_until(lambda: not len(server.state.open_requests))
 
 
-def test_slow_client_holds_up_nobody(
-    server: Any, engine: Any, http: httpx.Client, wait_until: WAIT
-) -> None:
+def test_slow_client_holds_up_nobody(server: Any, engine: Any, http: httpx.Client, wait_until: WAIT) -> None:
     engine.tokens_per_output = 1
     messages = [{"role": "user", "content": "hi"}]
     fields = {"messages": messages, "n": 32, "stream": True, "max_tokens": 3000}

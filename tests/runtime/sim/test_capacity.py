@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-@given(
-    start_rps=st.floats(0.01, 100.0), limit=st.floats(0.01, 100.0), precision=st.floats(1.01, 1.3)
-)
+@given(start_rps=st.floats(0.01, 100.0), limit=st.floats(0.01, 100.0), precision=st.floats(1.01, 1.3))
 def test_it_finds_the_limit(start_rps: float, limit: float, precision: float) -> None:
     limit_rps = start_rps * limit
     search = largest_rate(start_rps, precision)

@@ -74,15 +74,10 @@ def by_adapter(facts: RouterFacts) -> Router:
         ("tp4-llama7b-padded", "prod50", 8.0, "corun"),
     ],
 )
-def test_one_server_gives_what_a_replay_gives(
-    machine: str, name: str, rate_rps: float, policy: str
-) -> None:
+def test_one_server_gives_what_a_replay_gives(machine: str, name: str, rate_rps: float, policy: str) -> None:
     requests = make_workload(name, rate_rps=rate_rps, num_requests=60, seed=3, traces=None)
     options = SimulationOptions(
-        scheduling_policy=policy,
-        prefix_cache=True,
-        host_adapter_bytes=6 * 2**30,
-        slo_ttft_s=4.0,
+        scheduling_policy=policy, prefix_cache=True, host_adapter_bytes=6 * 2**30, slo_ttft_s=4.0
     )
     spec = ClusterSpec(servers=(LIFE,), router="random")
     for horizon_s in (2.0, float("inf")):
@@ -111,9 +106,7 @@ def test_two_servers_compute_side_by_side() -> None:
 
 def test_a_slow_server_takes_as_many_times_as_long() -> None:
     slow = replace(LIFE, factors=Factors(step=3.0))
-    replayed = cluster(
-        workload((0.0, 0, 500, 2), (0.0, 1, 500, 2)), router=by_adapter, servers=(LIFE, slow)
-    )
+    replayed = cluster(workload((0.0, 0, 500, 2), (0.0, 1, 500, 2)), router=by_adapter, servers=(LIFE, slow))
     for record, factor in zip(replayed.records, (1.0, 3.0), strict=True):
         assert record.first_token_s == pytest.approx(LOAD_S + factor * prefill_s(500))
 
@@ -130,9 +123,13 @@ def test_a_request_waits_for_its_adapters_files() -> None:
     requests = workload((0.0, 0, 500, 2), (0.0, 2, 500, 2), (9.0, 1, 500, 2))
     rate = FILE_BYTES / 0.5
     replayed = cluster(
-        requests, 1, router=by_adapter, servers=(LIFE, replace(LIFE, joins_s=8.0)),
-        store_bytes=4 * FILE_BYTES, peer_bytes_per_s=rate,
-    )  # fmt: skip
+        requests,
+        1,
+        router=by_adapter,
+        servers=(LIFE, replace(LIFE, joins_s=8.0)),
+        store_bytes=4 * FILE_BYTES,
+        peer_bytes_per_s=rate,
+    )
     here, also_here, there = replayed.records
     assert here.first_token_s is not None and here.first_token_s < 0.5
     assert also_here.first_token_s is not None and also_here.first_token_s < 0.5
@@ -147,9 +144,8 @@ def test_a_store_stays_within_its_bytes() -> None:
     machine = MACHINES["tp4-llama7b-light"]
     total = sum(requests.ranks) * machine.adapter_bytes_per_rank
     replayed = cluster(
-        requests, 3, machine, router="least-tokens", store_bytes=int(0.7 * total),
-        peer_bytes_per_s=2e9,
-    )  # fmt: skip
+        requests, 3, machine, router="least-tokens", store_bytes=int(0.7 * total), peer_bytes_per_s=2e9
+    )
     assert all(0 < one.largest_bytes <= 0.7 * total for one in replayed.stores)
     assert any(one.fetched_bytes > 0 for one in replayed.stores)
     assert all(record.finish_reason in ("stop", "length") for record in replayed.records)
@@ -167,10 +163,16 @@ def test_the_same_cluster_gives_the_same_bytes(router: str) -> None:
 
     def run() -> bytes:
         replayed = cluster(
-            requests, 3, MACHINES["tp4-llama7b-padded"], router=router, num_routers=2,
-            state_age_s=0.3, placement="loraserve", placement_every_s=1.0,
+            requests,
+            3,
+            MACHINES["tp4-llama7b-padded"],
+            router=router,
+            num_routers=2,
+            state_age_s=0.3,
+            placement="loraserve",
+            placement_every_s=1.0,
             capacity=((128, 5000.0),),
-        )  # fmt: skip
+        )
         assert len(replayed.records) == 50
         return msgspec.json.encode(replayed)
 
@@ -220,9 +222,7 @@ def test_nothing_is_sent_where_nobody_is_yet_or_any_more() -> None:
 def test_who_leaves_hands_over_what_only_it_has() -> None:
     requests = workload((0.0, 0, 100, 2), (6.0, 0, 100, 2), (6.0, 1, 100, 2), (6.0, 2, 100, 2))
     lives = (replace(LIFE, leaves_s=1.0), LIFE)
-    replayed = cluster(
-        requests, servers=lives, store_bytes=4 * FILE_BYTES, peer_bytes_per_s=FILE_BYTES / 0.5
-    )
+    replayed = cluster(requests, servers=lives, store_bytes=4 * FILE_BYTES, peer_bytes_per_s=FILE_BYTES / 0.5)
     assert replayed.stores[1].most_files == 3
     assert {2, 3, 4} <= {one.request_id for one in replayed.servers[1].records}
     assert all((one.first_token_s or 99.0) < 7.0 for one in replayed.records)
@@ -270,9 +270,8 @@ def test_somebody_may_watch() -> None:
 
     requests = workload(*((0.1 * index, index % 3, 300, 20) for index in range(20)))
     replay_cluster(
-        A40, requests, SimulationOptions(), ClusterSpec(servers=(LIFE, LIFE)), look=look,
-        look_every_s=0.5,
-    )  # fmt: skip
+        A40, requests, SimulationOptions(), ClusterSpec(servers=(LIFE, LIFE)), look=look, look_every_s=0.5
+    )
     assert [at_s for at_s, _ in seen] == pytest.approx([0.5 * index for index in range(len(seen))])
     assert max(sum(loads) for _, loads in seen) > 2
 
@@ -282,11 +281,7 @@ def test_reports_say_what_there_is() -> None:
 
     class Reader(ByAdapter):
         def rank(
-            self,
-            request: RouteRequest,
-            servers: Sequence[ServerView],
-            now_s: float,
-            rng: random.Random,
+            self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
         ) -> Sequence[ServerId]:
             reports.extend(view.report for view in servers)
             return super().rank(request, servers, now_s, rng)

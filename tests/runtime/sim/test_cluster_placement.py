@@ -55,9 +55,7 @@ def test_with_a_placement_servers_keep_the_files_that_are_planned() -> None:
             placement_every_s=2.0,
             capacity=((128, 4000.0),),
         )
-        replayed = replay_cluster(
-            MACHINES["tp4-llama7b-exact"], requests, SimulationOptions(), spec
-        )
+        replayed = replay_cluster(MACHINES["tp4-llama7b-exact"], requests, SimulationOptions(), spec)
         assert all(record.finish_reason in ("stop", "length") for record in replayed.records)
         most[name] = max(one.most_files for one in replayed.stores)
     assert most[None] == most["everywhere"] == 50

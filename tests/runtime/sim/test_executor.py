@@ -113,12 +113,7 @@ def test_a_prefetch_has_the_link_while_nobody_waits_for_a_load() -> None:
     assert driven.results(2.25) == [(0.5, stepped(2)), (2.0, progress(2))]
     driven.submit(promoted=(1,))
     # At 2.25 s number 2 has 250 bytes left, number 1 500 to its first group and 1500 in all.
-    assert driven.results() == [
-        (2.25, stepped(3)),
-        (3.25, arrived(2)),
-        (3.5, progress(1)),
-        (4.5, arrived(1)),
-    ]
+    assert driven.results() == [(2.25, stepped(3)), (3.25, arrived(2)), (3.5, progress(1)), (4.5, arrived(1))]
 
 
 def test_kv_goes_both_ways_at_once() -> None:
@@ -126,24 +121,14 @@ def test_kv_goes_both_ways_at_once() -> None:
     out, back = copy_kv(1, Direction.TO_HOST, 5), copy_kv(2, Direction.TO_DEVICE, 10)
     driven.submit(transfers=(out, back))
     # 2000 and 4000 bytes, each alone in its direction, and half a second of latency.
-    assert without_workers(driven.results()) == [
-        (0.0, stepped(1)),
-        (2.5, arrived(1)),
-        (4.5, arrived(2)),
-    ]
+    assert without_workers(driven.results()) == [(0.0, stepped(1)), (2.5, arrived(1)), (4.5, arrived(2))]
     assert driven.executor.link_stats(Direction.TO_HOST) == LinkStats(2000, 2.0, 0)
     assert driven.executor.link_stats(Direction.TO_DEVICE) == LinkStats(4000, 4.0, 0)
 
 
 def test_kv_shares_the_link_with_a_load_in_its_direction() -> None:
     driven = DrivenExecutor()
-    driven.submit(
-        transfers=(
-            load(1),
-            copy_kv(2, Direction.TO_DEVICE, 5),
-            copy_kv(3, Direction.TO_HOST, 5),
-        )
-    )
+    driven.submit(transfers=(load(1), copy_kv(2, Direction.TO_DEVICE, 5), copy_kv(3, Direction.TO_HOST, 5)))
     # 2000 bytes each at half the link's speed; of the load, half of them are a layer group.
     assert without_workers(driven.results()) == [
         (0.0, stepped(1)),
@@ -217,9 +202,7 @@ def test_factors_slow_what_they_name() -> None:
     def end_s(factors: Factors, split_layer: int) -> float:
         driven = DrivenExecutor(slowed(NO_LATENCY, factors))
         driven.submit(
-            row(1, 0, 4, split_layer=split_layer),
-            new=(request(1, 4, adapter=1),),
-            transfers=(load(1),),
+            row(1, 0, 4, split_layer=split_layer), new=(request(1, 4, adapter=1),), transfers=(load(1),)
         )
         return next(time_s for time_s, one in driven.results() if isinstance(one, StepResult))
 
@@ -241,9 +224,7 @@ def test_an_assisted_row_with_everything_there_takes_as_long_as_any_other() -> N
 
 def test_a_load_that_begins_during_a_step_delays_the_rows_that_wait_for_another() -> None:
     driven = DrivenExecutor(NO_LATENCY)
-    driven.submit(
-        row(1, 0, 1, split_layer=0), new=(request(1, 1, adapter=1),), transfers=(load(1),)
-    )
+    driven.submit(row(1, 0, 1, split_layer=0), new=(request(1, 1, adapter=1),), transfers=(load(1),))
     driven.results(1.0)
     driven.submit(transfers=(load(2),))
     # The second layer's group comes at 3 s instead of 2 and takes half a second.
@@ -253,9 +234,7 @@ def test_a_load_that_begins_during_a_step_delays_the_rows_that_wait_for_another(
 
 def test_a_load_that_has_ended_has_still_held_up_the_step_that_began_before() -> None:
     driven = DrivenExecutor(NO_LATENCY)
-    driven.submit(
-        row(1, 0, 4, split_layer=0), new=(request(1, 4, adapter=1),), transfers=(load(1),)
-    )
+    driven.submit(row(1, 0, 4, split_layer=0), new=(request(1, 4, adapter=1),), transfers=(load(1),))
     driven.results(3.0)
     driven.submit(transfers=(load(2),))
     steps = [told for told in driven.results() if isinstance(told[1], StepResult)]

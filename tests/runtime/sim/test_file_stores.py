@@ -127,10 +127,7 @@ def test_bytes_are_kept_within_and_no_last_copy_is_lost(data: st.DataObject) -> 
     now_s, users = 0.0, list[tuple[int, str]]()
     planned: dict[int, set[str]] = {}
     for _ in range(data.draw(st.integers(0, 40))):
-        server, name = (
-            data.draw(st.integers(0, num_servers - 1)),
-            data.draw(st.sampled_from([*sizes])),
-        )
+        server, name = (data.draw(st.integers(0, num_servers - 1)), data.draw(st.sampled_from([*sizes])))
         used = [one for one in users if stores.is_there(*one)]
         match data.draw(st.sampled_from(["use", "release", "copy", "plan"])):
             case "plan":

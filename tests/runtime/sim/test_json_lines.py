@@ -29,10 +29,7 @@ def read(path: str, **options: Any) -> Workload:
 def test_a_log_is_replayed_as_it_is(tmp_path: Path) -> None:
     workload = read(write(tmp_path, *_LOG), adapters=AdapterSpec(ranks=(16,), number=1))
     assert workload.names == ("a", "b") and workload.ranks == (24, 16)
-    rows = [
-        (one.arrival_s, one.adapter, one.prompt_tokens, one.output_tokens)
-        for one in workload.requests
-    ]
+    rows = [(one.arrival_s, one.adapter, one.prompt_tokens, one.output_tokens) for one in workload.requests]
     assert rows == [(0.0, 1, 40, 3), (0.5, 0, 33, 2), (4.0, 1, 64, 1)]
     first, alone, later = (one.content_ids for one in workload.requests)
     assert (len(first), len(alone), len(later)) == (2, 2, 4)

@@ -52,9 +52,7 @@ def _drawn(name: str, rate_rps: float, number: int, **changes: Any) -> Workload:
     return draw_workload(replace(spec, rps=rate_rps, requests=number, seed=5, **changes), None)
 
 
-def _one(
-    machine: str, workload: Workload, memory_gib: float | None = None, **options: Any
-) -> _Kept:
+def _one(machine: str, workload: Workload, memory_gib: float | None = None, **options: Any) -> _Kept:
     """A run of one engine; ``memory_gib``: so little that policies must choose."""
     simulated = MACHINES[machine]
     if memory_gib is not None:
@@ -87,14 +85,10 @@ def _sums(name: str) -> _Kept:
 
 def _runs() -> Mapping[str, Callable[[], _Kept]]:
     lengths = LengthSpec(prompt_divisor=5, output_divisor=10)
-    crowded = partial(
-        _one, "a40-llama8b-workers", _drawn("zipf", 30.0, 110, lengths=lengths), memory_gib=2.0
-    )
+    crowded = partial(_one, "a40-llama8b-workers", _drawn("zipf", 30.0, 110, lengths=lengths), memory_gib=2.0)
     policies = [f"{name}:refresh=1" if name in _OF_QUEUES else name for name in SCHEDULER_POLICIES]
     scheduling = {
-        f"scheduling {name.partition(':')[0]}": partial(
-            crowded, scheduling_policy=name, slo_ttft_s=1.0
-        )
+        f"scheduling {name.partition(':')[0]}": partial(crowded, scheduling_policy=name, slo_ttft_s=1.0)
         for name in policies
     } | {
         "scheduling chameleon with two queues": partial(
@@ -103,31 +97,39 @@ def _runs() -> Mapping[str, Callable[[], _Kept]]:
     }
     follow_ups = SessionSpec(follow_up_share=0.6, min_gap_s=0.5)
     cached = partial(
-        _one, "a40-llama7b", _drawn("prod50", 12.0, 60, sessions=follow_ups), memory_gib=2.5,
-        prefix_cache=True, scheduling_policy="corun", host_kv_bytes=2**30,
+        _one,
+        "a40-llama7b",
+        _drawn("prod50", 12.0, 60, sessions=follow_ups),
+        memory_gib=2.5,
+        prefix_cache=True,
+        scheduling_policy="corun",
+        host_kv_bytes=2**30,
         host_adapter_bytes=2**30,
-    )  # fmt: skip
+    )
     memory = {f"memory {name}": partial(cached, memory_policy=name) for name in MEMORY_POLICIES}
     few = _drawn("S1", 8.0, 4)
-    machines = {
-        f"machine {name}": partial(_one, name, few, scheduling_policy="corun") for name in MACHINES
-    }
-    names = ("S1", "S2", "zipf", "S1-16", "prod50", "prod100", "prod200", "uniform", "exp",
-             "shifting", "bursts")  # fmt: skip
+    machines = {f"machine {name}": partial(_one, name, few, scheduling_policy="corun") for name in MACHINES}
+    names = (
+        "S1",
+        "S2",
+        "zipf",
+        "S1-16",
+        "prod50",
+        "prod100",
+        "prod200",
+        "uniform",
+        "exp",
+        "shifting",
+        "bursts",
+    )
     workloads = {f"workload {name}": partial(_sums, name) for name in names}
     routed = _drawn("prod50", 120.0, 70)
     routers = {
-        f"router {name}": partial(
-            _many, routed, router=name, placement="everywhere", placement_every_s=0.15
-        )
+        f"router {name}": partial(_many, routed, router=name, placement="everywhere", placement_every_s=0.15)
         for name in ROUTERS
     }
     placed = partial(
-        _many,
-        _drawn("shifting", 120.0, 70),
-        router="loraserve",
-        placement_every_s=0.15,
-        capacity=_CAPACITY,
+        _many, _drawn("shifting", 120.0, 70), router="loraserve", placement_every_s=0.15, capacity=_CAPACITY
     )
     placements = {f"placement {name}": partial(placed, placement=name) for name in PLACEMENTS}
     return scheduling | memory | machines | workloads | routers | placements

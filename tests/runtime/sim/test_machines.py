@@ -59,9 +59,7 @@ def test_an_a100_takes_what_toppings_measured() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "expected_s"), [(64, 61e-3), (256, 126e-3)])
-def test_workers_beside_an_a100_take_what_toppings_measured(
-    num_tokens: int, expected_s: float
-) -> None:
+def test_workers_beside_an_a100_take_what_toppings_measured(num_tokens: int, expected_s: float) -> None:
     machine = MACHINES["a100-llama2-7b"]
     facts = machine.adapter_facts("one", 64)
     assert facts.layers is not None and facts.num_bytes == 96 * 2**20

@@ -8,20 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from corun.runtime.sim import pictures
-from corun.runtime.sim.pictures import (
-    SHARES,
-    FirstTokenCurve,
-    LoadPoint,
-    LoadsOverTime,
-    MemoryOverTime,
-)
+from corun.runtime.sim.pictures import SHARES, FirstTokenCurve, LoadPoint, LoadsOverTime, MemoryOverTime
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 TITLE = "At 8 requests/s 95 % of first tokens come within 1.2 s with corun, 4.5 s with slora"
-FOOT = (
-    "Simulated, not measured. Machine: a40-llama7b. Workload: S1, 500 requests a run, seeds 1 to 3."
-)
+FOOT = "Simulated, not measured. Machine: a40-llama7b. Workload: S1, 500 requests a run, seeds 1 to 3."
 NAMES = ("scheduling-policy=corun", "scheduling-policy=chameleon", "scheduling-policy=fcfs")
 
 
@@ -47,26 +39,13 @@ def loads(path: Path) -> None:
 
 
 def memory(path: Path) -> None:
-    kinds = {
-        "running_kv": [1, 2, 0],
-        "history_kv": [5, 5, 0],
-        "adapters": [3, 3, 9],
-        "free": [1, 0, 1],
-    }
+    kinds = {"running_kv": [1, 2, 0], "history_kv": [5, 5, 0], "adapters": [3, 3, 9], "free": [1, 0, 1]}
     num_bytes = {kind: [one << 30 for one in values] for kind, values in kinds.items()}
     pictures.draw_memory(MemoryOverTime([0.0, 1.0, 2.0], num_bytes), TITLE, FOOT, path)
 
 
 def parts(path: Path) -> None:
-    names = (
-        "order",
-        "kv_memory",
-        "adapter_load",
-        "compute",
-        "co_scheduled",
-        "step_budget",
-        "disk_read",
-    )
+    names = ("order", "kv_memory", "adapter_load", "compute", "co_scheduled", "step_budget", "disk_read")
     of_rank = {str(rank): {name: 0.001 * rank for name in names} for rank in (8, 16, 32, 64, 128)}
     pictures.draw_parts(of_rank, TITLE, FOOT, path)
 
@@ -111,18 +90,14 @@ def drawn_texts(figure: Figure) -> list[Text]:
 
 def test_a_number_keeps_its_unit_and_a_name_is_whole(tmp_path: Path, saved: list[Figure]) -> None:
     title = f"{'x' * 79} 1.92 s with {'y' * 60} scheduling-policy=corun"
-    pictures.draw_load_curve(
-        {"a": [LoadPoint(1.0, 1, 1, 1)]}, 95, None, title, FOOT, tmp_path / "p"
-    )
+    pictures.draw_load_curve({"a": [LoadPoint(1.0, 1, 1, 1)]}, 95, None, title, FOOT, tmp_path / "p")
     (written,) = [one.get_text() for one in drawn_texts(saved[0]) if one.get_text()[0] == "x"]
     first_words = [line.split()[0] for line in written.splitlines()]
     assert first_words == ["x" * 79, "1.92", "scheduling-policy=corun"]
 
 
 @pytest.mark.parametrize("draw", [first_tokens, loads, memory, parts, servers, idle_servers])
-def test_no_text_lies_over_another(
-    draw: Callable[[Path], None], tmp_path: Path, saved: list[Figure]
-) -> None:
+def test_no_text_lies_over_another(draw: Callable[[Path], None], tmp_path: Path, saved: list[Figure]) -> None:
     draw(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
     (figure,) = saved

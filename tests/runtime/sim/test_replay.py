@@ -96,9 +96,7 @@ def test_preemption_changes_no_length(max_steps_in_flight: int) -> None:
     many = workload(*((0.5 * index, index % 3, 30, 20 + index) for index in range(24)))
     machine = replace(MACHINE, memory_bytes=3 * 2000 + 300 * MACHINE.kv_bytes_per_token)
     options = SimulationOptions(
-        growth_headroom=0.0,
-        max_steps_in_flight=max_steps_in_flight,
-        make_predictor=lambda _: Guess(1),
+        growth_headroom=0.0, max_steps_in_flight=max_steps_in_flight, make_predictor=lambda _: Guess(1)
     )
     replayed = simulate(machine, many, options)
     assert lengths(replayed) == [20 + index for index in range(24)]
@@ -110,9 +108,7 @@ def test_preemption_changes_no_length(max_steps_in_flight: int) -> None:
 
 def test_a_limit_cuts_what_would_go_on() -> None:
     replayed = simulate(A40, workload((0.0, 0, 5, 60), max_tokens=8), SimulationOptions())
-    assert [(one.num_output_tokens, one.finish_reason) for one in replayed.records] == [
-        (8, "length")
-    ]
+    assert [(one.num_output_tokens, one.finish_reason) for one in replayed.records] == [(8, "length")]
 
 
 def test_what_can_never_fit_is_counted_and_nothing_waits_for_it() -> None:
@@ -151,9 +147,7 @@ def test_adapters_beyond_the_hosts_memory_are_read_from_files() -> None:
 
 
 @pytest.mark.parametrize("forced", LoadStrategy)
-def test_a_forced_strategy_is_used_again_soon_after_steps_were_held_up(
-    forced: LoadStrategy,
-) -> None:
+def test_a_forced_strategy_is_used_again_soon_after_steps_were_held_up(forced: LoadStrategy) -> None:
     """One request decodes all the time; one of an adapter of its own comes each second."""
     machine = replace(A40, model=replace(A40.model, link=LinkModel(5e7, 1e-3)))
     others = (WorkloadRequest(2.0 + index, 1 + index, 900, 3) for index in range(60))
@@ -161,9 +155,7 @@ def test_a_forced_strategy_is_used_again_soon_after_steps_were_held_up(
     waits_s = []
     for num_bad_steps in (0, 20):
         clock = VirtualClock()
-        parts = build_simulated_parts(
-            machine, requests, SimulationOptions(), clock=clock, sleep=clock.sleep
-        )
+        parts = build_simulated_parts(machine, requests, SimulationOptions(), clock=clock, sleep=clock.sleep)
         planner = Planner(machine.model, PlannerConfig(forced=forced))
         for _ in range(num_bad_steps):
             planner.observe_stall(forced, 0.0, 1.0)
@@ -172,9 +164,13 @@ def test_a_forced_strategy_is_used_again_soon_after_steps_were_held_up(
         assert isinstance(cold_starts, PlannedColdStarts)
         cold_starts.set_planner(planner)
         replayed = replay(
-            parts.core, requests_of(requests), clock, clock.sleep, parts.executor.link_stats,
+            parts.core,
+            requests_of(requests),
+            clock,
+            clock.sleep,
+            parts.executor.link_stats,
             parts.executor.step_stats,
-        )  # fmt: skip
+        )
         parts.executor.close()
         assert lengths(replayed) == [4000] + [3] * 60
         assert replayed.stats.cold_starts == {forced: 61}
@@ -218,9 +214,7 @@ def test_requests_without_adapters_are_replayed_too() -> None:
         MACHINE, nobody, SimulationOptions(), clock=clock, sleep=clock.sleep
     )
     base = AddRequest(1, (5,) * 4, SamplingParams(max_tokens=9))
-    replayed = replay(
-        core, [(1.0, base)], clock, clock.sleep, executor.link_stats, executor.step_stats
-    )
+    replayed = replay(core, [(1.0, base)], clock, clock.sleep, executor.link_stats, executor.step_stats)
     executor.close()
     assert lengths(replayed) == [2]
     # The prompt and one more token.

@@ -19,9 +19,7 @@ def test_nobody_follows_unless_asked() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_who_follows_comes_neither_too_soon_nor_too_late_and_nobody_is_followed_twice(
-    seed: int,
-) -> None:
+def test_who_follows_comes_neither_too_soon_nor_too_late_and_nobody_is_followed_twice(seed: int) -> None:
     rng = np.random.default_rng(seed)
     columns = drawn(np.cumsum(rng.exponential(1.0, 500)).tolist())
     spec = SessionSpec(follow_up_share=0.7, min_gap_s=4.0, max_gap_s=30.0)

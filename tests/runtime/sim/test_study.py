@@ -12,9 +12,13 @@ from corun.runtime.sim.workload_spec import WorkloadSpec
 
 def _run(name: str, log: Path) -> SimulatedRun:
     return SimulatedRun(
-        name=name, machine=MACHINES["a40-llama7b"], config=EngineConfig(),
-        workload=WorkloadSpec(json_lines=str(log)), traces=None, horizon_s=60.0,
-    )  # fmt: skip
+        name=name,
+        machine=MACHINES["a40-llama7b"],
+        config=EngineConfig(),
+        workload=WorkloadSpec(json_lines=str(log)),
+        traces=None,
+        horizon_s=60.0,
+    )
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

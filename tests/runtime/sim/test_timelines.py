@@ -18,9 +18,13 @@ WITH_QUEUES = ("chameleon", "chameleon-paper", "output-only")
 # Predicted outputs are too short, and adapters and history evict each other, so requests wait for
 # every possible reason.
 OPTIONS = SimulationOptions(
-    memory_policy="corun", prefix_cache=True, growth_headroom=0.0,
-    host_adapter_bytes=2 << 30, host_kv_bytes=8 << 30, make_predictor=lambda _: Guess(8),
-)  # fmt: skip
+    memory_policy="corun",
+    prefix_cache=True,
+    growth_headroom=0.0,
+    host_adapter_bytes=2 << 30,
+    host_kv_bytes=8 << 30,
+    make_predictor=lambda _: Guess(8),
+)
 
 
 def parts_of(policy: str, *, max_steps_in_flight: int = 1) -> Counter[str]:
@@ -53,9 +57,8 @@ def parts_of(policy: str, *, max_steps_in_flight: int = 1) -> Counter[str]:
     core.add_request, core.step = noted_add, noted_step  # type: ignore[method-assign]
     try:
         replayed = replay(
-            core, requests_of(workload), clock, clock.sleep, executor.link_stats,
-            executor.step_stats,
-        )  # fmt: skip
+            core, requests_of(workload), clock, clock.sleep, executor.link_stats, executor.step_stats
+        )
     finally:
         executor.close()
     assert told.keys() == {record.request_id for record in replayed.records}
@@ -67,9 +70,7 @@ def parts_of(policy: str, *, max_steps_in_flight: int = 1) -> Counter[str]:
 
 
 def test_parts_add_up_under_every_policy_and_each_occurs() -> None:
-    policies = [
-        f"{name}:refresh=20" if name in WITH_QUEUES else name for name in SCHEDULER_POLICIES
-    ]
+    policies = [f"{name}:refresh=20" if name in WITH_QUEUES else name for name in SCHEDULER_POLICIES]
     seen = {policy.partition(":")[0]: set(parts_of(policy)) for policy in policies}
     assert set.union(*seen.values()) == set(TimePart) - {TimePart.CPU_WAIT}  # all cores are its own
     for policy, parts in seen.items():

@@ -6,13 +6,7 @@ import pytest
 from corun.runtime.errors import ConfigError
 from corun.runtime.sim.papers.recipes import RECIPES
 from corun.runtime.sim.workload_file import read_workload
-from corun.runtime.sim.workload_spec import (
-    AdapterSpec,
-    ArrivalSpec,
-    LengthSpec,
-    SessionSpec,
-    WorkloadSpec,
-)
+from corun.runtime.sim.workload_spec import AdapterSpec, ArrivalSpec, LengthSpec, SessionSpec, WorkloadSpec
 from corun.runtime.sim.workloads import draw_workload
 from support.product import ROOT
 
@@ -94,18 +88,28 @@ def test_names_are_workloads_too_and_a_log_is_one_alone_or_from_a_file(tmp_path:
         ("adapters: {ranks: [0, 8]}", "adapters.ranks is 0, must be at least 1"),
         ("adapters: {number: 1, ranks: [8], rank_popularity: shifting}", "needs two ranks"),
         ("adapters: {popularity: clients}", "clients have their own lengths"),
-        ("{lengths: {source: servegen-m-small}, adapters: {popularity: clients}}",
-         "arrivals.process must be 'trace' where adapters are clients"),
+        (
+            "{lengths: {source: servegen-m-small}, adapters: {popularity: clients}}",
+            "arrivals.process must be 'trace' where adapters are clients",
+        ),
         ("{lengths: {source: fixed}, arrivals: {process: trace}}", "'fixed' has none"),
-        ("{lengths: {source: mooncake}, arrivals: {process: trace}, adapters: {popularity: maf}}",
-         "does not know the sessions of mooncake"),
-        ("{lengths: {source: mooncake}, arrivals: {process: trace}, "
-         "sessions: {follow_up_share: 0.1}}", "mooncake has its own sessions"),
-        ("arrivals: {cv: 3}", "arrivals.cv is 3.0, which arrivals.process 'poisson' does not use "
-         ".gamma does."),
+        (
+            "{lengths: {source: mooncake}, arrivals: {process: trace}, adapters: {popularity: maf}}",
+            "does not know the sessions of mooncake",
+        ),
+        (
+            "{lengths: {source: mooncake}, arrivals: {process: trace}, sessions: {follow_up_share: 0.1}}",
+            "mooncake has its own sessions",
+        ),
+        (
+            "arrivals: {cv: 3}",
+            "arrivals.cv is 3.0, which arrivals.process 'poisson' does not use .gamma does.",
+        ),
         ("lengths: {output_tokens: 3}", "output_tokens is 3, which lengths.source 'azure-conv' "),
-        ("adapters: {popularity: maf, number: 5}", "number is 5, which adapters.popularity 'maf' "
-         "does not use .by-rank or zipf does."),
+        (
+            "adapters: {popularity: maf, number: 5}",
+            "number is 5, which adapters.popularity 'maf' does not use .by-rank or zipf does.",
+        ),
         ("adapters: {popularity: zipf, within_exponent: 1}", "popularity 'zipf' does not use"),
         ("adapters: {exponent: 1}", "popularity 'by-rank' does not use .zipf does."),
         ("adapters: {rank_popularity: halving, rank_exponent: 2}", "'halving' does not use"),
@@ -121,7 +125,7 @@ def test_names_are_workloads_too_and_a_log_is_one_alone_or_from_a_file(tmp_path:
         ("rps: 1\nrps: 2", "a key is given twice"),
         ("rps: [", "not valid YAML"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, reason: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=reason) as caught:

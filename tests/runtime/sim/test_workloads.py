@@ -13,19 +13,8 @@ from corun.runtime.sim.engine import requests_of
 from corun.runtime.sim.executor import END_TOKEN, ORDINARY_TOKEN
 from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.papers.recipes import RECIPES
-from corun.runtime.sim.workload_spec import (
-    RANKS,
-    AdapterSpec,
-    ArrivalSpec,
-    LengthSpec,
-    WorkloadSpec,
-)
-from corun.runtime.sim.workloads import (
-    Workload,
-    WorkloadRequest,
-    draw_workload,
-    make_workload,
-)
+from corun.runtime.sim.workload_spec import RANKS, AdapterSpec, ArrivalSpec, LengthSpec, WorkloadSpec
+from corun.runtime.sim.workloads import Workload, WorkloadRequest, draw_workload, make_workload
 from numpy.typing import NDArray
 
 _TRACES = trace_directory()
@@ -34,16 +23,10 @@ needs_traces = pytest.mark.skipif(
 )
 
 
-def draw(
-    name: str, *, seed: int = 3, num_requests: int = 2000, has_traces: bool = True
-) -> Workload:
+def draw(name: str, *, seed: int = 3, num_requests: int = 2000, has_traces: bool = True) -> Workload:
     try:
         return make_workload(
-            name,
-            rate_rps=2.0,
-            num_requests=num_requests,
-            seed=seed,
-            traces=_TRACES if has_traces else None,
+            name, rate_rps=2.0, num_requests=num_requests, seed=seed, traces=_TRACES if has_traces else None
         )
     except TraceError as error:
         if has_traces and any(text in str(error) for text in ("does not hold", "needs pyarrow")):
@@ -55,9 +38,7 @@ def test_lengths_come_from_a_table_where_there_is_no_trace() -> None:
     workload = draw("S1", num_requests=20_000, has_traces=False)
     assert not workload.has_trace
     # Of the trace: 1237 and 221.
-    assert np.mean([one.prompt_tokens for one in workload.requests]) == pytest.approx(
-        1237, rel=0.03
-    )
+    assert np.mean([one.prompt_tokens for one in workload.requests]) == pytest.approx(1237, rel=0.03)
     assert np.mean([one.output_tokens for one in workload.requests]) == pytest.approx(221, rel=0.03)
     assert workload.max_tokens == 4 * 612
     fifth = draw("S2", num_requests=20_000, has_traces=False)
@@ -68,9 +49,7 @@ def test_lengths_come_from_a_table_where_there_is_no_trace() -> None:
 def test_small_ranks_are_asked_for_most() -> None:
     workload = draw("S1", num_requests=20_000, has_traces=False)
     assert len(workload.ranks) == 100
-    counts = [
-        sum(workload.ranks[one.adapter] == rank for one in workload.requests) for rank in RANKS
-    ]
+    counts = [sum(workload.ranks[one.adapter] == rank for one in workload.requests) for rank in RANKS]
     assert np.array(counts) / counts[0] == pytest.approx([1 / k for k in range(1, 6)], rel=0.06)
     gaps_s = np.diff([one.arrival_s for one in workload.requests])
     assert gaps_s.mean() == pytest.approx(0.5, rel=0.03)
@@ -113,10 +92,7 @@ def write_sessions(directory: Path, *, num_sessions: int, num_turns: int) -> Non
             "output_length": 9,
             "hash_ids": [
                 0,
-                *range(
-                    session := 100 * (1 + number % num_sessions),
-                    session + 1 + number // num_sessions,
-                ),
+                *range(session := 100 * (1 + number % num_sessions), session + 1 + number // num_sessions),
             ],
         }
         for number in range(num_sessions * num_turns)
@@ -155,9 +131,7 @@ def test_beyond_the_rate_of_all_sessions_their_clock_runs_faster(tmp_path: Path)
 
 def test_prompts_have_equal_tokens_where_their_contents_are_equal() -> None:
     ids = ((0, 5, 6), (0, 5, 7), (0, 9), ())
-    workload = Workload(
-        tuple(WorkloadRequest(0.0, 0, 10, 1, one) for one in ids), (8,), 1, content_tokens=4
-    )
+    workload = Workload(tuple(WorkloadRequest(0.0, 0, 10, 1, one) for one in ids), (8,), 1, content_tokens=4)
     prompts = [request.prompt_token_ids for _, request in requests_of(workload)]
     assert {len(prompt) for prompt in prompts} == {10}
 
@@ -249,18 +223,14 @@ def test_arrivals_are_as_bursty_as_they_are_asked_for() -> None:
 
 
 def test_lengths_may_be_the_same_for_all() -> None:
-    spec = WorkloadSpec(
-        rps=3.0, duration_s=20.0, lengths=LengthSpec(source="fixed", prompt_tokens=70)
-    )
+    spec = WorkloadSpec(rps=3.0, duration_s=20.0, lengths=LengthSpec(source="fixed", prompt_tokens=70))
     workload = draw_workload(spec, None)
     assert len(workload.requests) == 60 and workload.has_trace
     assert {(one.prompt_tokens, one.output_tokens) for one in workload.requests} == {(70, 128)}
     assert workload.max_tokens == 4 * 128
 
 
-def test_functions_are_popular_by_all_their_calls_where_arrivals_are_others(
-    tmp_path: Path,
-) -> None:
+def test_functions_are_popular_by_all_their_calls_where_arrivals_are_others(tmp_path: Path) -> None:
     rows = ["HashOwner,HashApp,HashFunction,Trigger,1,2", "o,a,f,http,0,10", "o,a,g,queue,20,10"]
     path = tmp_path / "invocations_per_function_md.anon.d01.csv"
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")

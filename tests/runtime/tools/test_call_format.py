@@ -27,9 +27,13 @@ def grammar_for(name: str, **changes: Any) -> CallGrammar:
     found = format_for(name)
     assert found.calls is not None
     values: dict[str, Any] = {
-        "calls": found.calls, "functions": FUNCTIONS, "is_parallel": True,
-        "reasoning": found.reasoning, "opens_content": found.opens_content, "mark_ids": {},
-    }  # fmt: skip
+        "calls": found.calls,
+        "functions": FUNCTIONS,
+        "is_parallel": True,
+        "reasoning": found.reasoning,
+        "opens_content": found.opens_content,
+        "mark_ids": {},
+    }
     return CallGrammar(**(values | changes))
 
 
@@ -93,8 +97,12 @@ def test_reasoning_may_come_before_calls_and_ends() -> None:
 
 
 def test_calls_beside_other_structure() -> None:
-    schema = {"type": "object", "properties": {"z": {"type": "null"}}, "required": ["z"],
-              "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"z": {"type": "null"}},
+        "required": ["z"],
+        "additionalProperties": False,
+    }
     grammar = grammar_for("qwen").instead_of(json_rule(schema))
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert accepts(grammar, '{"z": null}')
@@ -106,12 +114,8 @@ def test_calls_beside_other_structure() -> None:
 
 
 def test_plain_calls_are_a_list() -> None:
-    grammar = CallGrammar(
-        calls=PLAIN_CALLS, functions=FUNCTIONS, is_parallel=True, mark_ids={}
-    ).forced()
-    assert accepts(
-        grammar, '[{"name": "add", "arguments": {"x": 1}}, {"name": "now", "arguments": {}}]'
-    )
+    grammar = CallGrammar(calls=PLAIN_CALLS, functions=FUNCTIONS, is_parallel=True, mark_ids={}).forced()
+    assert accepts(grammar, '[{"name": "add", "arguments": {"x": 1}}, {"name": "now", "arguments": {}}]')
     assert not accepts(grammar, "[]")
 
 

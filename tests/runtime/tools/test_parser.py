@@ -13,10 +13,7 @@ from corun.runtime.tools.response_template import ResponseTemplate, template_of
 from support.answer_samples import ADD, NOW, SAMPLES, Sample
 
 PARAMETERS = {"add": ADD, "now": NOW}
-HELD, LIVE = (
-    ParserOptions(parameters=PARAMETERS),
-    ParserOptions(parameters=PARAMETERS, is_live=True),
-)
+HELD, LIVE = (ParserOptions(parameters=PARAMETERS), ParserOptions(parameters=PARAMETERS, is_live=True))
 QWEN = SAMPLES["qwen"]
 
 
@@ -152,10 +149,12 @@ def test_ids_of_calls_are_nine_letters_and_digits() -> None:
 
 
 def test_a_slow_pattern_is_an_error_not_a_hang() -> None:
-    slow = template_of({
-        "start_anchor": "x",
-        "fields": {"content": {}, "tool_calls": {"open_pattern": "(a|aa)+b", "content": "json"}},
-    })  # fmt: skip
+    slow = template_of(
+        {
+            "start_anchor": "x",
+            "fields": {"content": {}, "tool_calls": {"open_pattern": "(a|aa)+b", "content": "json"}},
+        }
+    )
     parser = TemplateParser(slow, HELD, "")
     with pytest.raises(RequestError, match="a pattern of the response template took more than"):
         parser.feed("a" * 4000 + "c")

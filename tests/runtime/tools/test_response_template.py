@@ -116,9 +116,7 @@ def test_the_first_template_counts() -> None:
     assert called([(None, "no marks"), (described, None)], own) == [("add", '{"x": 1}')]
 
 
-def test_a_template_that_cannot_be_read_refuses_tools_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_template_that_cannot_be_read_refuses_tools_alone(caplog: pytest.LogCaptureFixture) -> None:
     broken: Templates = [('{"fields": {}, "version": 1}', None)]
     with caplog.at_level(logging.WARNING):
         assert reader_for(None, broken).is_plain
@@ -133,9 +131,17 @@ def output_of(text: str, reason: str) -> CompletionOutput:
     history.token_ids.append(7)
     history.pieces.append(text)
     return CompletionOutput(
-        index=0, new_text="", new_token_ids=[], new_logprobs=None, cumulative_logprob=None,
-        finish_reason=reason, stop_reason=None, history=history, num_pieces=1, num_tokens=1,
-    )  # fmt: skip
+        index=0,
+        new_text="",
+        new_token_ids=[],
+        new_logprobs=None,
+        cumulative_logprob=None,
+        finish_reason=reason,
+        stop_reason=None,
+        history=history,
+        num_pieces=1,
+        num_tokens=1,
+    )
 
 
 def test_without_a_known_form_only_forced_calls_are_served() -> None:
@@ -162,9 +168,7 @@ def test_a_template_may_need_the_token_that_ends_an_answer() -> None:
     assert family is not None and described.calls == family.calls
     for ended, expected in ((True, list(llama.calls)), (False, [])):
         reader = AnswerReader(tools(), splits_reasoning=True, shows_reasoning=True, is_live=False)
-        reader.begin(
-            "<a>", SamplingParams(), templates, {}, lambda text: True, {7: "<|eot_id|>"}.__getitem__
-        )
+        reader.begin("<a>", SamplingParams(), templates, {}, lambda text: True, {7: "<|eot_id|>"}.__getitem__)
         parser = reader.parser()
         output = output_of(llama.text, "stop" if ended else "length")
         answer = joined([*parser.feed(llama.text), *reader.rest(parser, output)])

@@ -305,11 +305,7 @@ def no_driver() -> Any:
 
 @contextmanager
 def fake_device(
-    gpu: FakeGpu | None = None,
-    *,
-    link: PacedLink | None = None,
-    has_driver: bool = True,
-    **options: Any,
+    gpu: FakeGpu | None = None, *, link: PacedLink | None = None, has_driver: bool = True, **options: Any
 ) -> Iterator[tuple[CudaDevice, FakeGpu]]:
     """A device on a fake GPU; both end with the context."""
     gpu = gpu or FakeGpu()

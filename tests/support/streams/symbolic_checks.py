@@ -11,17 +11,7 @@ from support.streams.symbolic_findings import (
     TwoWriters,
     WordBetweenStreams,
 )
-from support.streams.symbolic_program import (
-    HOST,
-    Agent,
-    Issue,
-    Join,
-    Program,
-    Record,
-    Signal,
-    Step,
-    Wait,
-)
+from support.streams.symbolic_program import HOST, Agent, Issue, Join, Program, Record, Signal, Step, Wait
 
 
 def static_findings(program: Program) -> Iterator[Finding]:
@@ -76,9 +66,7 @@ def in_one_queue(program: Program) -> Program:
             host.append(Join(((queue, max(ends, default=0)),)))
         else:
             host.append(step)
-    others = [
-        Agent(agent.name, () if agent.is_stream else agent.steps) for agent in program.agents[1:]
-    ]
+    others = [Agent(agent.name, () if agent.is_stream else agent.steps) for agent in program.agents[1:]]
     agents = (
         Agent(program.agents[HOST].name, tuple(host)),
         *others,

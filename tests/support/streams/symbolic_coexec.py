@@ -53,15 +53,11 @@ class Shape:
 class _HostAdapter:
     """An adapter in the arena: its last reference is this one, so its room goes with it."""
 
-    def __init__(
-        self, device: SymbolicDevice, name: str, shape: Shape, num_whole: int | None = None
-    ) -> None:
+    def __init__(self, device: SymbolicDevice, name: str, shape: Shape, num_whole: int | None = None) -> None:
         self._device = device
         region = plan_region(_WIDTH, 2, [TargetSize(_RANK, _WIDTH, 1.0, 256, 256)])
         keys = [(layer, g) for layer in range(shape.num_layers) for g in range(shape.num_groups)]
-        self.places = tuple(
-            RegionPlace(*key, offset, region.num_bytes) for offset, key in enumerate(keys)
-        )
+        self.places = tuple(RegionPlace(*key, offset, region.num_bytes) for offset, key in enumerate(keys))
         self.regions = [device.lease(f"arena {name}{number}") for number in range(len(keys))]
         self.num_whole = 0
         self.error = None
@@ -188,9 +184,13 @@ class SymbolicEngine:
         self.streams = {"compute": self.compute, "exchange": transfer}
         exchange = Exchange(as_torch(device), self.compute, transfer)
         gateway = WorkerGateway(
-            as_torch(self.pool), as_torch(self.pool), as_torch(self.pool), exchange,
-            lambda *_: 0.0, tokens_per_worker=BLOCK,
-        )  # fmt: skip
+            as_torch(self.pool),
+            as_torch(self.pool),
+            as_torch(self.pool),
+            exchange,
+            lambda *_: 0.0,
+            tokens_per_worker=BLOCK,
+        )
         handover = StreamHandover(exchange, add_in_place)
         if shape.copies_y:
             with mock.patch.object(torch, "empty", return_value=one("landed")):

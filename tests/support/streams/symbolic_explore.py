@@ -40,9 +40,7 @@ class _Node:
     num_orders: int
 
 
-def explore(
-    recording: Recording, *, max_states: int = 200_000, is_reduced: bool = True
-) -> Exploration:
+def explore(recording: Recording, *, max_states: int = 200_000, is_reduced: bool = True) -> Exploration:
     """Run in every legal order. An order ends at its first finding, others go on.
 
     States that different orders lead to are visited once. ``is_reduced`` leaves out orders that
@@ -71,11 +69,7 @@ def explore(
 
 
 def _expand(
-    runner: Runner,
-    node: _Node,
-    following: dict[tuple[object, ...], _Node],
-    *,
-    is_reduced: bool,
+    runner: Runner, node: _Node, following: dict[tuple[object, ...], _Node], *, is_reduced: bool
 ) -> Iterator[ProtocolError]:
     """Add the states one step after ``node``, and leave in it the orders that end there."""
     ready = runner.ready(node.state, is_reduced=is_reduced)

@@ -116,9 +116,7 @@ class SlotInUse(Finding):
     owner: int | None
 
     def __str__(self) -> str:
-        return (
-            f"{self.agent} moves {self.slot} (lease {self.lease}) while lease {self.owner} has it"
-        )
+        return f"{self.agent} moves {self.slot} (lease {self.lease}) while lease {self.owner} has it"
 
 
 @dataclass(frozen=True, slots=True)

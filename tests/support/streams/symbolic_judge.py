@@ -116,9 +116,7 @@ def _hang(program: Program, state: State, kind: type[Hang]) -> Finding | None:
     waiting = []
     for index, agent in enumerate(program.agents):
         step = state.next_step(program, index)
-        if step is not None and (
-            not agent.is_stream or state.issued[index] > state.positions[index]
-        ):
+        if step is not None and (not agent.is_stream or state.issued[index] > state.positions[index]):
             waiting.append((agent.name, str(step)))
     return kind(tuple(waiting)) if waiting else None
 

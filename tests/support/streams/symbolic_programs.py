@@ -123,9 +123,7 @@ def is_ordered(program: Program) -> bool:
 
 
 def _is_conflict(one: Access, other: Access) -> bool:
-    return bool(
-        set(one.writes) & {*other.reads, *other.writes} or set(other.writes) & set(one.reads)
-    )
+    return bool(set(one.writes) & {*other.reads, *other.writes} or set(other.writes) & set(one.reads))
 
 
 def _before(program: Program) -> dict[_Place, set[_Place]] | None:

@@ -55,9 +55,7 @@ class Sizes:
 class AssistedPrefill:
     """Writes itself down on ``device``."""
 
-    def __init__(
-        self, device: SymbolicDevice, sizes: Sizes, mistake: Mistake | None = None
-    ) -> None:
+    def __init__(self, device: SymbolicDevice, sizes: Sizes, mistake: Mistake | None = None) -> None:
         self.device = device
         self.sizes = sizes
         self.mistake = mistake

@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 
 from corun.gpu.device.base import Event
 from corun.shm.words import has_reached
-from support.streams.symbolic_findings import (
-    Finding,
-    Overlap,
-    ReadOfVoid,
-    SlotInUse,
-    UseAfterHandOn,
-)
+from support.streams.symbolic_findings import Finding, Overlap, ReadOfVoid, SlotInUse, UseAfterHandOn
 from support.streams.symbolic_program import (
     HOST,
     Access,
@@ -234,9 +228,7 @@ class State:
 
     def _give_back(self, program: Program, agent: int, name: str, lease: int) -> None:
         if self.owners.get(name) != lease:
-            raise FoundError(
-                SlotInUse(program.agents[agent].name, name, lease, self.owners.get(name))
-            )
+            raise FoundError(SlotInUse(program.agents[agent].name, name, lease, self.owners.get(name)))
         self._check_nobody_uses(name, None)
         del self.owners[name]
 

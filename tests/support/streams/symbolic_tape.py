@@ -32,9 +32,7 @@ class Tape:
             self.initial_words.setdefault(step.word, 0)
         self.steps[agent].append(step)
 
-    def access(
-        self, agent: int, verb: str, reads: Sequence[Buffer], writes: Sequence[Buffer]
-    ) -> Access:
+    def access(self, agent: int, verb: str, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> Access:
         """The next access, for a begin and an end."""
         access = Access(self.num_accesses, self.names[agent], verb, tuple(reads), tuple(writes))
         self.num_accesses += 1

@@ -103,9 +103,16 @@ class SymbolicPool:
         self._is_dead |= dies
         slot = 1000 * worker + number % len(box.x)
         return Job(
-            wrap(_FIRST_SEQUENCE + number), 1, task.arena_offset, slot, slot + _Y_OFFSET,
-            task.num_tokens, 1, 1, 1,
-        )  # fmt: skip
+            wrap(_FIRST_SEQUENCE + number),
+            1,
+            task.arena_offset,
+            slot,
+            slot + _Y_OFFSET,
+            task.num_tokens,
+            1,
+            1,
+            1,
+        )
 
     def wait_done(self, worker: int, sequence: int, *, timeout_s: float) -> None:
         self.device.host.wait(self.workers[worker].done, sequence)

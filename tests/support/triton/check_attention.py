@@ -55,8 +55,7 @@ def _error(problem: Problem, dtype: torch.dtype, *, is_strided: bool = False) ->
     call = make_call(replace(problem, dtype=dtype))
     if is_strided:  # in the last dimension, which the kernels do not ask about
         call.query, call.key, call.value = (
-            part.transpose(1, 2).contiguous().transpose(1, 2)
-            for part in (call.query, call.key, call.value)
+            part.transpose(1, 2).contiguous().transpose(1, 2) for part in (call.query, call.key, call.value)
         )
     attended = triton_backend.TritonAttention().forward(*call.arguments())
     assert attended.dtype == dtype

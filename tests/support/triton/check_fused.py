@@ -110,10 +110,7 @@ def check(architecture: str, device: torch.device) -> dict[str, Any]:
 
     def last_logits() -> torch.Tensor:
         return torch.stack(
-            [
-                model(input_ids=torch.tensor([one], device=device)).logits[0, -1]
-                for one in (_FIRST, _SECOND)
-            ]
+            [model(input_ids=torch.tensor([one], device=device)).logits[0, -1] for one in (_FIRST, _SECOND)]
         )
 
     expected = last_logits()

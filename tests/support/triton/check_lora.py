@@ -36,11 +36,7 @@ def compile_for(capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for kernel, has_factors in (
-        (shrink_kernel, False),
-        (expand_kernel, False),
-        (expand_kernel, True),
-    ):
+    for kernel, has_factors in ((shrink_kernel, False), (expand_kernel, False), (expand_kernel, True)):
         for tiles in (DECODE_TILES, PREFILL_TILES):
             constants = _constants(tiles, kernel is shrink_kernel)
             if kernel is expand_kernel:
@@ -66,11 +62,7 @@ def compile_for(capability: int) -> None:
 
 
 def _constants(tiles: Tiles, is_shrink: bool) -> dict[str, object]:
-    common = {
-        "NUM_SPLITS": tiles.num_splits,
-        "BLOCK_TOKENS": tiles.tokens,
-        "BLOCK_RANKS": tiles.ranks,
-    }
+    common = {"NUM_SPLITS": tiles.num_splits, "BLOCK_TOKENS": tiles.tokens, "BLOCK_RANKS": tiles.ranks}
     if is_shrink:
         return {**common, "BLOCK_IN": tiles.shrink_in, "PRECISION": "ieee"}
     return {**common, "BLOCK_OUT": tiles.expand_out, "PRECISION": "tf32x3", "ALIGNMENT": 16}

@@ -26,18 +26,42 @@ INTEGERS = ("query_starts", "context_lens", "block_tables")
 # which tiles of the usual size do not fit every card.
 LAYERS = {
     "odd": {
-        "HEADS": 14, "GROUP": 7, "GROUP_PAD": 8, "KEY_DIM": 96, "VALUE_DIM": 64, "KEY_PAD": 128,
-        "VALUE_PAD": 64, "WINDOW": 512, "HAS_SOFTCAP": True, "HAS_SINKS": True,
+        "HEADS": 14,
+        "GROUP": 7,
+        "GROUP_PAD": 8,
+        "KEY_DIM": 96,
+        "VALUE_DIM": 64,
+        "KEY_PAD": 128,
+        "VALUE_PAD": 64,
+        "WINDOW": 512,
+        "HAS_SOFTCAP": True,
+        "HAS_SINKS": True,
     },
     "128": {
-        "HEADS": 32, "GROUP": 4, "GROUP_PAD": 4, "KEY_DIM": 128, "VALUE_DIM": 128, "KEY_PAD": 128,
-        "VALUE_PAD": 128, "WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False,
+        "HEADS": 32,
+        "GROUP": 4,
+        "GROUP_PAD": 4,
+        "KEY_DIM": 128,
+        "VALUE_DIM": 128,
+        "KEY_PAD": 128,
+        "VALUE_PAD": 128,
+        "WINDOW": 0,
+        "HAS_SOFTCAP": False,
+        "HAS_SINKS": False,
     },
     "256": {
-        "HEADS": 16, "GROUP": 2, "GROUP_PAD": 2, "KEY_DIM": 256, "VALUE_DIM": 256, "KEY_PAD": 256,
-        "VALUE_PAD": 256, "WINDOW": 4096, "HAS_SOFTCAP": True, "HAS_SINKS": False,
+        "HEADS": 16,
+        "GROUP": 2,
+        "GROUP_PAD": 2,
+        "KEY_DIM": 256,
+        "VALUE_DIM": 256,
+        "KEY_PAD": 256,
+        "VALUE_PAD": 256,
+        "WINDOW": 4096,
+        "HAS_SOFTCAP": True,
+        "HAS_SINKS": False,
     },
-}  # fmt: skip
+}
 
 
 def _type_of(name: str) -> str:
@@ -81,14 +105,24 @@ def _compile(kernel: Any, capability: int, warps: int, **constants: Any) -> dict
 
 def _attend(capability: int, layer: dict[str, Any], *, is_decode: bool) -> dict[str, int]:
     tile_m, tile_n = tile_shape(
-        layer["GROUP_PAD"], layer["KEY_PAD"], layer["VALUE_PAD"], 2, SHARED_BYTES[capability],
+        layer["GROUP_PAD"],
+        layer["KEY_PAD"],
+        layer["VALUE_PAD"],
+        2,
+        SHARED_BYTES[capability],
         is_decode=is_decode,
-    )  # fmt: skip
+    )
     return _compile(
-        triton_kernels.attend_kernel, capability, num_warps(tile_m, layer["VALUE_PAD"]),
-        **layer, BLOCK_SIZE=16, IS_DECODE=is_decode, NUM_SPLITS=4 if is_decode else 1,
-        TILE_M=tile_m, TILE_N=tile_n,
-    )  # fmt: skip
+        triton_kernels.attend_kernel,
+        capability,
+        num_warps(tile_m, layer["VALUE_PAD"]),
+        **layer,
+        BLOCK_SIZE=16,
+        IS_DECODE=is_decode,
+        NUM_SPLITS=4 if is_decode else 1,
+        TILE_M=tile_m,
+        TILE_N=tile_n,
+    )
 
 
 def main(*capabilities: str) -> None:
@@ -107,9 +141,7 @@ def main(*capabilities: str) -> None:
         )
         for name, layer in LAYERS.items():
             for kind in ("decode", "prefill"):
-                compiled[f"{card} {kind} {name}"] = _attend(
-                    capability, layer, is_decode=kind == "decode"
-                )
+                compiled[f"{card} {kind} {name}"] = _attend(capability, layer, is_decode=kind == "decode")
     json.dump(compiled, sys.stdout)
 
 

@@ -58,34 +58,70 @@ NUM_ROWS = 32
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8b": (
         "llama",
-        {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "max_position_embeddings": 131072, "tie_word_embeddings": False},
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
     ),
     "qwen3-8b": (
         "qwen3",
-        {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False},
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "tie_word_embeddings": False,
+        },
     ),
     "gemma2-9b": (
         "gemma2",
-        {"hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
-         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256},
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+        },
     ),
     "qwen3-30b-a3b": (
         "qwen3_moe",
-        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
-         "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
-         "num_experts_per_tok": 8, "norm_topk_prob": True},
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
     ),
     "mixtral-8x7b": (
         "mixtral",
-        {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
-         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
     ),
-}  # fmt: skip
+}
 
 
 SAMPLING = {
@@ -97,11 +133,21 @@ SAMPLING = {
     "min_tokens": SamplingParams(temperature=0, min_tokens=7, max_tokens=8, stop_token_ids=(5,)),
     "logprobs": SamplingParams(temperature=0, logprobs=5, max_tokens=8),
     "all parameters": SamplingParams(
-        temperature=0.7, top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.1,
-        presence_penalty=0.5, frequency_penalty=0.5, min_tokens=7, max_tokens=8, logprobs=5,
-        logit_bias={3: 1.0}, allowed_token_ids=tuple(range(9)), bad_words_ids=((7,),),
+        temperature=0.7,
+        top_p=0.9,
+        top_k=50,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        min_tokens=7,
+        max_tokens=8,
+        logprobs=5,
+        logit_bias={3: 1.0},
+        allowed_token_ids=tuple(range(9)),
+        bad_words_ids=((7,),),
     ),
-}  # fmt: skip
+}
 Figures = dict[str, dict[str, int]]
 
 
@@ -262,18 +308,14 @@ def _load(config: Any) -> assemble.LoadedModel:
         mock.patch.object(attention_hook, "read_mask", read_on_cpu),
     ):
         return assemble.equip(
-            model, context, hook, make_device(torch.device("cpu")), engine, lambda _: None,
-            None, None,
-        )  # fmt: skip
+            model, context, hook, make_device(torch.device("cpu")), engine, lambda _: None, None, None
+        )
 
 
 def _move_to_gpu(model: nn.Module) -> None:
     moved: dict[int, torch.Tensor] = {}  # tied ones stay one
     for module in model.modules():
-        for name, tensor in [
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
-        ]:
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if id(tensor) not in moved:
                 made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
                 is_weight = isinstance(tensor, nn.Parameter)
@@ -320,9 +362,7 @@ STEPS = {
 }
 _TINY_STEPS = ("base", "adapters")
 # Their forward pass is that of "base".
-SAMPLED_STEPS = {
-    name: [Row(512, sampling=sampling)] * NUM_ROWS for name, sampling in SAMPLING.items()
-}
+SAMPLED_STEPS = {name: [Row(512, sampling=sampling)] * NUM_ROWS for name, sampling in SAMPLING.items()}
 
 
 def count_steps(gpu: FakeCuda, config: Any, steps: Mapping[str, list[Row]]) -> Figures:
@@ -341,11 +381,7 @@ def count_steps(gpu: FakeCuda, config: Any, steps: Mapping[str, list[Row]]) -> F
 def count_real(gpu: FakeCuda, model: str) -> Figures:
     """Count steps of one of ``MODELS``, from two and four layers: they alternate in pairs."""
     max_len = config_of(model).max_position_embeddings
-    steps = {
-        name: batch
-        for name, batch in STEPS.items()
-        if all(row.context_len < max_len for row in batch)
-    }
+    steps = {name: batch for name, batch in STEPS.items() if all(row.context_len < max_len for row in batch)}
     two = count_steps(gpu, config_of(model, 2), {**steps, **SAMPLED_STEPS})
     four = count_steps(gpu, config_of(model, 4), steps)
     more_pairs = config_of(model).num_hidden_layers // 2 - 1

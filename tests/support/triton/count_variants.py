@@ -72,16 +72,20 @@ def load(architecture: str, device: str, directory: Path) -> assemble.LoadedMode
     """A tiny model with Triton's back ends, which are not chosen on a CPU."""
     save_model(architecture, directory)
     config = EngineConfig(
-        model=str(directory), device=device, dtype="bfloat16", linear_backend="plain",
-        attention_backend="torch", lora_backend="torch", fused_kernels="off", decode_graphs="off",
-    )  # fmt: skip
+        model=str(directory),
+        device=device,
+        dtype="bfloat16",
+        linear_backend="plain",
+        attention_backend="torch",
+        lora_backend="torch",
+        fused_kernels="off",
+        decode_graphs="off",
+    )
     loaded = assemble.load(ModelSource(str(directory)), config, lambda text: None)
     kernels = triton_kernels(torch.bfloat16, loaded.model.device)
     # Nothing is computed that could agree.
     with mock.patch.object(install, "agree", return_value=True):
-        install_fused_kernels(
-            loaded.model, lambda: record_attention(loaded.model, loaded.hook), kernels
-        )
+        install_fused_kernels(loaded.model, lambda: record_attention(loaded.model, loaded.hook), kernels)
     return replace(
         loaded,
         attention_backend=TritonAttention(loaded.model.device),
@@ -132,18 +136,20 @@ def serve(runner: ModelRunner, adapters: list[tuple[int, int]], num_passes: int)
         runner.forward(lower(rows, block_size, runner.device))
 
 
-def count(
-    architecture: str, device: str, variants: set[tuple[str, str]], num_passes: int
-) -> dict[str, Any]:
+def count(architecture: str, device: str, variants: set[tuple[str, str]], num_passes: int) -> dict[str, Any]:
     """Warm up, then serve."""
     variants.clear()
     with tempfile.TemporaryDirectory() as directory:
         loaded = load(architecture, device, Path(directory))
         runner = assemble.make_runner(loaded, NUM_BLOCKS)
         warm_up(
-            runner, loaded.lora_table, loaded.lora_backend, loaded.target_map.targets,
-            MAX_MODEL_LEN, lambda text: None,
-        )  # fmt: skip
+            runner,
+            loaded.lora_table,
+            loaded.lora_backend,
+            loaded.target_map.targets,
+            MAX_MODEL_LEN,
+            lambda text: None,
+        )
         warmed = set(variants)
         serve(runner, add_adapters(loaded), num_passes)
         runner.close()

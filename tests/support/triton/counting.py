@@ -49,10 +49,25 @@ def load_guard(directory: Path) -> None:
     library = directory / "guard.so"
     installed = Path(torch.__file__).parent
     subprocess.run(
-        [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{installed / 'include'}", "-x", "c++", "-",
-         f"-L{installed / 'lib'}", "-lc10", "-o", str(library)],
-        input=_GUARD, text=True, check=True, timeout=100,
-    )  # fmt: skip
+        [
+            compiler,
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            f"-I{installed / 'include'}",
+            "-x",
+            "c++",
+            "-",
+            f"-L{installed / 'lib'}",
+            "-lc10",
+            "-o",
+            str(library),
+        ],
+        input=_GUARD,
+        text=True,
+        check=True,
+        timeout=100,
+    )
     ctypes.CDLL(str(library))
 
 
@@ -146,9 +161,7 @@ class FakeCuda:
     def copy(self, source: torch.Tensor, host: torch.Tensor, *, non_blocking: bool) -> None:
         """Count a copy from ``source``; ``host``: the side that is not on the device."""
         place, to_device = _place(), source.device.type != "cuda"
-        self.work.copies.append(
-            Copy(to_device, source.nbytes, not non_blocking, self.is_pinned(host), place)
-        )
+        self.work.copies.append(Copy(to_device, source.nbytes, not non_blocking, self.is_pinned(host), place))
         if not non_blocking:
             self.work.waits[place] += 1
 
@@ -184,9 +197,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._gpu = gpu
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         leaves = tree_leaves((args, named))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -251,9 +262,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._gpu = gpu
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         is_pinned = named.pop("pin_memory", False)
         if func in {torch.tensor, torch.as_tensor}:

@@ -70,9 +70,7 @@ class LoraServePlacement(PlacementPolicy):
         asked = [one for one in demand if loads[one.name] > 0.0]
         target = sum(loads.values()) / len(servers)
         # Each part gets the size of one server, so that every part fits a server at the end.
-        parts = [
-            ServerPart(each) for each in sorted((s.store_bytes for s in servers), reverse=True)
-        ]
+        parts = [ServerPart(each) for each in sorted((s.store_bytes for s in servers), reverse=True)]
         left = self._pack(asked, loads, target, parts)
         for adapter, share in left:
             _put_leftover(adapter, share, share * loads[adapter.name], target, parts)
@@ -80,16 +78,17 @@ class LoraServePlacement(PlacementPolicy):
         return plan_of(shares, demand, servers, previous)
 
     def _pack(
-        self, asked: Sequence[AdapterDemand], loads: Mapping[str, float], target: float,
+        self,
+        asked: Sequence[AdapterDemand],
+        loads: Mapping[str, float],
+        target: float,
         parts: Sequence[ServerPart],
-    ) -> list[tuple[AdapterDemand, float]]:  # fmt: skip
+    ) -> list[tuple[AdapterDemand, float]]:
         """Fill each rank's servers up to the target; return leftovers by rank."""
         by_rank: dict[int, list[AdapterDemand]] = defaultdict(list)
         for adapter in sorted(asked, key=lambda one: (-loads[one.name], one.name)):
             by_rank[adapter.rank].append(adapter)
-        rank_loads = {
-            rank: sum(loads[one.name] for one in adapters) for rank, adapters in by_rank.items()
-        }
+        rank_loads = {rank: sum(loads[one.name] for one in adapters) for rank, adapters in by_rank.items()}
         budgets = server_budgets(rank_loads, len(parts))
         left: list[tuple[AdapterDemand, float]] = []
         start = 0
@@ -145,9 +144,8 @@ def server_budgets(rank_loads: Mapping[int, float], num_servers: int) -> dict[in
 
 
 def _fill(
-    adapters: Sequence[AdapterDemand], loads: Mapping[str, float], target: float,
-    parts: Sequence[ServerPart],
-) -> list[tuple[AdapterDemand, float]]:  # fmt: skip
+    adapters: Sequence[AdapterDemand], loads: Mapping[str, float], target: float, parts: Sequence[ServerPart]
+) -> list[tuple[AdapterDemand, float]]:
     """Pack adapters fractionally; return those with leftovers, and the leftover shares."""
     left = []
     for adapter in adapters:
@@ -176,9 +174,7 @@ def _put_leftover(
         )
     empty = [part for part in fitting if not part.max_rank]
     limit = _MAX_OVER_TARGET * target
-    larger = [
-        part for part in fitting if part.max_rank >= adapter.rank and part.load + load <= limit
-    ]
+    larger = [part for part in fitting if part.max_rank >= adapter.rank and part.load + load <= limit]
     if empty:
         home = empty[0]
     elif larger:
@@ -189,9 +185,11 @@ def _put_leftover(
 
 
 def _on_servers(
-    parts: Sequence[ServerPart], demand: Sequence[AdapterDemand], servers: Sequence[StoreServer],
+    parts: Sequence[ServerPart],
+    demand: Sequence[AdapterDemand],
+    servers: Sequence[StoreServer],
     previous: Shares,
-) -> Shares:  # fmt: skip
+) -> Shares:
     """Assign parts to servers, and place adapters without demand."""
     by_name = {adapter.name: adapter for adapter in demand}
     room = Room(servers)
@@ -209,9 +207,10 @@ def _put_unasked(adapters: Sequence[AdapterDemand], room: Room, previous: Shares
     new = []
     for adapter in by_size(adapters):
         homes = [
-            home for home in sorted(previous.get(adapter.name, ()))
+            home
+            for home in sorted(previous.get(adapter.name, ()))
             if home in room.free_bytes and room.fits(adapter, home)
-        ]  # fmt: skip
+        ]
         if homes:
             room.put(adapter, max(homes, key=room.free_bytes.__getitem__), 1.0)
         else:
@@ -227,9 +226,11 @@ def _whole(row: Mapping[ServerId, float]) -> dict[ServerId, float]:
 
 
 def least_copied(
-    parts: Sequence[Mapping[str, float]], servers: Sequence[StoreServer], previous: Shares,
+    parts: Sequence[Mapping[str, float]],
+    servers: Sequence[StoreServer],
+    previous: Shares,
     num_bytes: Mapping[str, int],
-) -> list[ServerId]:  # fmt: skip
+) -> list[ServerId]:
     """Return the server of each part: one part (shares by adapter) for each server.
 
     This is an assignment problem over the bytes to copy (LoRAServe, algorithm 1, step 5). Raises
@@ -239,8 +240,7 @@ def least_copied(
         from scipy.optimize import linear_sum_assignment
     except ImportError:
         raise ConfigError(
-            "this placement needs scipy: pip install 'corun[cluster]', or choose another by "
-            "--placement"
+            "this placement needs scipy: pip install 'corun[cluster]', or choose another by --placement"
         ) from None
     costs = [[_cost(part, server, previous, num_bytes) for server in servers] for part in parts]
     _, columns = linear_sum_assignment(costs)

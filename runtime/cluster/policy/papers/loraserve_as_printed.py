@@ -10,14 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ..placement.capacity_table import CapacityTable
-from ..placement.plan import (
-    AdapterDemand,
-    PlacementPlan,
-    PlacementPolicy,
-    Room,
-    StoreServer,
-    plan_of,
-)
+from ..placement.plan import AdapterDemand, PlacementPlan, PlacementPolicy, Room, StoreServer, plan_of
 from ..reports import Shares
 from .loraserve import LoraServePlacement, ServerPart, least_copied
 
@@ -69,9 +62,11 @@ def _pack(
 
 
 def _relabelled(
-    parts: Sequence[dict[str, float]], demand: Sequence[AdapterDemand],
-    servers: Sequence[StoreServer], previous: Shares,
-) -> PlacementPlan:  # fmt: skip
+    parts: Sequence[dict[str, float]],
+    demand: Sequence[AdapterDemand],
+    servers: Sequence[StoreServer],
+    previous: Shares,
+) -> PlacementPlan:
     by_name = {adapter.name: adapter for adapter in demand}
     room = Room(servers)
     weights = {name: adapter.num_bytes for name, adapter in by_name.items()}

@@ -79,10 +79,12 @@ class ToppingsPaperRouter(Router):
         scores = [
             (added + (float("inf") if is_too_slow else 0.0)) * num_requests
             for added, is_too_slow, num_requests in zip(
-                added_s.tolist(), costs.is_too_slow(decode_s).tolist(),
-                fleet.load.num_requests.tolist(), strict=True,
+                added_s.tolist(),
+                costs.is_too_slow(decode_s).tolist(),
+                fleet.load.num_requests.tolist(),
+                strict=True,
             )
-        ]  # fmt: skip
+        ]
         cells = range(len(fleet))
         no_room = costs.has_no_room(request).tolist()
         candidates = [cell for cell in cells if not no_room[cell]] or list(cells)
@@ -107,9 +109,7 @@ class DloraRouter(Router):
     ) -> Sequence[ServerId]:
         """See ``Router``."""
         keys = {
-            view.server_id: (view.load.num_requests, rng.random())
-            for view in servers
-            if view.report.is_ready
+            view.server_id: (view.load.num_requests, rng.random()) for view in servers if view.report.is_ready
         }
         return sorted(keys, key=keys.__getitem__)
 

@@ -73,9 +73,11 @@ class PlacementPolicy(Protocol):
 
 
 def plan_of(
-    shares: Mapping[str, Mapping[ServerId, float]], demand: Iterable[AdapterDemand],
-    servers: Iterable[StoreServer], previous: Shares,
-) -> PlacementPlan:  # fmt: skip
+    shares: Mapping[str, Mapping[ServerId, float]],
+    demand: Iterable[AdapterDemand],
+    servers: Iterable[StoreServer],
+    previous: Shares,
+) -> PlacementPlan:
     """Return a plan of ``shares`` with the changes from ``previous``, in order of ``demand``."""
     alive = {server.server_id for server in servers}
     copies, drops = [], []
@@ -103,9 +105,7 @@ class Room:
         has_it = server_id in self.shares.get(adapter.name, ())
         return has_it or adapter.num_bytes <= self.free_bytes[server_id]
 
-    def put(
-        self, adapter: AdapterDemand, server_id: ServerId, share: float, load: float = 0.0
-    ) -> None:
+    def put(self, adapter: AdapterDemand, server_id: ServerId, share: float, load: float = 0.0) -> None:
         """Add a share of the adapter's requests at a server, and its load."""
         row = self.shares.setdefault(adapter.name, {})
         if server_id not in row:
@@ -116,9 +116,7 @@ class Room:
 
     def emptiest(self, adapter: AdapterDemand, among: Iterable[ServerId]) -> ServerId:
         """Return the server of ``among`` with most room. Raises ``ConfigError`` without room."""
-        best = min(
-            among, key=lambda server_id: (-self.free_bytes[server_id], server_id), default=None
-        )
+        best = min(among, key=lambda server_id: (-self.free_bytes[server_id], server_id), default=None)
         if best is None or not self.fits(adapter, best):
             raise ConfigError(
                 f"adapter {adapter.name!r} has {adapter.num_bytes} bytes, and no server's store "

@@ -21,9 +21,10 @@ class RandomPlacement(PlacementPolicy):
         new = []
         for adapter in by_size(demand):
             homes = [
-                server_id for server_id in sorted(previous.get(adapter.name, ()))
+                server_id
+                for server_id in sorted(previous.get(adapter.name, ()))
                 if server_id in room.free_bytes and room.fits(adapter, server_id)
-            ]  # fmt: skip
+            ]
             if homes:
                 room.put(adapter, homes[0], 1.0)
             else:

@@ -50,9 +50,8 @@ class StickyPlacement(PlacementPolicy):
         return plan_of(shares, demand, servers, previous)
 
     def _num_copies(
-        self, demand: Sequence[AdapterDemand], loads: Mapping[str, float], room: Room,
-        previous: Shares,
-    ) -> dict[str, int]:  # fmt: skip
+        self, demand: Sequence[AdapterDemand], loads: Mapping[str, float], room: Room, previous: Shares
+    ) -> dict[str, int]:
         numbers = {}
         for adapter in demand:
             name = adapter.name
@@ -66,15 +65,17 @@ class StickyPlacement(PlacementPolicy):
             is_over = steps >= _DWELL_STEPS
             self._fewer_steps[name] = 0 if is_over else steps
             numbers[name] = wanted if is_over else num_now
-        self._fewer_steps = {
-            name: steps for name, steps in self._fewer_steps.items() if name in numbers
-        }
+        self._fewer_steps = {name: steps for name, steps in self._fewer_steps.items() if name in numbers}
         return numbers
 
     def _kept(
-        self, adapter: AdapterDemand, loads: Mapping[str, float], numbers: Mapping[str, int],
-        room: Room, previous: Shares,
-    ) -> list[ServerId]:  # fmt: skip
+        self,
+        adapter: AdapterDemand,
+        loads: Mapping[str, float],
+        numbers: Mapping[str, int],
+        room: Room,
+        previous: Shares,
+    ) -> list[ServerId]:
         """Return the servers at which an adapter keeps its copy."""
         number = numbers[adapter.name]
         homes = [home for home in previous.get(adapter.name, ()) if home in room.free_bytes]
@@ -86,18 +87,14 @@ class StickyPlacement(PlacementPolicy):
 
 
 def _new_home(
-    adapter: AdapterDemand, own: Sequence[ServerId], room: Room, max_adapters: int,
-    *, must_have_one: bool,
-) -> ServerId | None:  # fmt: skip
+    adapter: AdapterDemand, own: Sequence[ServerId], room: Room, max_adapters: int, *, must_have_one: bool
+) -> ServerId | None:
     """Return the least loaded server with room and not too many adapters, or None.
 
     Raises ``ConfigError`` if there must be one and no server has room.
     """
     others = [one for one in room.server_ids if one not in own]
-    fitting = [
-        one for one in others
-        if room.num_adapters[one] < max_adapters and room.fits(adapter, one)
-    ]  # fmt: skip
+    fitting = [one for one in others if room.num_adapters[one] < max_adapters and room.fits(adapter, one)]
     if fitting:
         return min(fitting, key=lambda one: (room.load[one], -room.free_bytes[one], one))
     return room.emptiest(adapter, others) if must_have_one else None

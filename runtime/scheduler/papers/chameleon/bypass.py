@@ -79,9 +79,7 @@ class Bypass:
         end_s = self.end_s(request, len(holdings), now_s)
         self._passings[request.request_id] = _Passing(request, head, end_s)
 
-    def squash(
-        self, holdings: Holdings, refused: Container[RequestId], now_s: float
-    ) -> list[Request]:
+    def squash(self, holdings: Holdings, refused: Container[RequestId], now_s: float) -> list[Request]:
         """Choose overdue requests to preempt: as few as ``head`` needs, the latest first.
 
         ``refused``: requests that wait for memory.
@@ -94,9 +92,7 @@ class Bypass:
         for passing in reversed(self._passings.values()):
             if passing.end_s <= now_s and passing.head.request_id in refused:
                 late.setdefault(passing.head.request_id, []).append(passing)
-        chosen = [
-            request for passings in late.values() for request in self._choose(passings, holdings)
-        ]
+        chosen = [request for passings in late.values() for request in self._choose(passings, holdings)]
         self._squashed.update(request.request_id for request in chosen)
         self.num_squashed += len(chosen)
         return chosen

@@ -159,12 +159,7 @@ class QueueCutter:
     """Divides requests into queues at each refresh."""
 
     def __init__(
-        self,
-        total_tokens: int,
-        weights: SizeWeights,
-        num_queues: int | None,
-        *,
-        is_as_printed: bool,
+        self, total_tokens: int, weights: SizeWeights, num_queues: int | None, *, is_as_printed: bool
     ) -> None:
         """``num_queues``: number of queues if sizes allow it; None = the elbow of the sizes."""
         self._total_tokens = total_tokens

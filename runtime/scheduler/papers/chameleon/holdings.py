@@ -73,16 +73,13 @@ class Holdings:
         return num_tokens + (self.adapter_tokens(request) if is_last else 0)
 
     def start(
-        self, request: Request, queue: int, lenders: Sequence[int], now_s: float, *,
-        is_all_lent: bool = False,
-    ) -> None:  # fmt: skip
+        self, request: Request, queue: int, lenders: Sequence[int], now_s: float, *, is_all_lent: bool = False
+    ) -> None:
         """Charge a request that was admitted; see ``QuotaLedger.charge``."""
         num_tokens = self.need_tokens(request)
         self.ledger.charge(request.request_id, queue, num_tokens, lenders, is_all_lent=is_all_lent)
         self._users.setdefault(request.adapter_id, {})[request.request_id] = None
-        self._holdings[request.request_id] = Holding(
-            request, queue, self._kv_tokens(request), now_s
-        )
+        self._holdings[request.request_id] = Holding(request, queue, self._kv_tokens(request), now_s)
 
     def stop(self, request: Request) -> Holding:
         """Refund a request, and charge its adapter to the next running request that uses it."""

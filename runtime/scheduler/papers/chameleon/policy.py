@@ -171,9 +171,7 @@ class ChameleonPolicy:
         self._refresh_s = refresh_s
         self._refresh_at_s = -math.inf
         self._is_as_printed = is_as_printed
-        self._cutter = QueueCutter(
-            facts.capacity_tokens, weights, num_queues, is_as_printed=is_as_printed
-        )
+        self._cutter = QueueCutter(facts.capacity_tokens, weights, num_queues, is_as_printed=is_as_printed)
         self._layout = self._cutter.first()
         self._queues = SizeQueues()
         output_share = 1.0 if is_as_printed else _OUTPUT_SHARE
@@ -296,8 +294,9 @@ class ChameleonPolicy:
             return
         self._refresh_at_s = now_s + self._refresh_s
         previous, self._layout = (
-            self._layout, self._cutter.cut(self._recent.window(now_s - self._refresh_s)),
-        )  # fmt: skip
+            self._layout,
+            self._cutter.cut(self._recent.window(now_s - self._refresh_s)),
+        )
         if previous.cutoffs != self._layout.cutoffs:
             self._queues.recut(len(self._layout.quotas.tokens))
         self._holdings.recut(self._layout.quotas.tokens, self._layout.queue_of)
@@ -360,17 +359,13 @@ class ChameleonPolicy:
             return num_tokens <= ledger.available[queue]
         if self._is_as_printed:
             return num_tokens <= ledger.spare(lenders) or not len(self._holdings)
-        return num_tokens <= ledger.available[queue] + ledger.spare(lenders) or ledger.is_idle(
-            queue
-        )
+        return num_tokens <= ledger.available[queue] + ledger.spare(lenders) or ledger.is_idle(queue)
 
     def _admit(self, request: Request, queue: int, step: _Step) -> bool:
         """Charge an admitted request. Return False if no other request may be admitted."""
         self.remove(request)
         is_all_lent = self._is_as_printed and step.lenders is not None
-        self._holdings.start(
-            request, queue, step.lenders or (), step.now_s, is_all_lent=is_all_lent
-        )
+        self._holdings.start(request, queue, step.lenders or (), step.now_s, is_all_lent=is_all_lent)
         earlier = [one for one in self._refused.values() if one.arrival_s < request.arrival_s]
         self._overtaking.count(earlier, request.num_known_tokens)
         return self._overdue() is None

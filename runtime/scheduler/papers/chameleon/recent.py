@@ -33,9 +33,7 @@ class RecentRequests:
         self._rows = np.zeros((_MAX_REQUESTS, len(Column)))
         self._numbers: dict[RequestId, int] = {}  # of requests that have not ended
 
-    def arrived(
-        self, request: Request, *, size_tokens: int, unloaded_s: float, now_s: float
-    ) -> None:
+    def arrived(self, request: Request, *, size_tokens: int, unloaded_s: float, now_s: float) -> None:
         """Add the row of a new request."""
         self._numbers[request.request_id] = self.num_arrived
         self._rows[self.num_arrived % _MAX_REQUESTS] = (

@@ -32,13 +32,10 @@ def test_bfloat16_without_products_of_pairs(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"sliding_window": 700, "with_sinks": True}, {"block_size": 5, "heads": 14}],
+    "settings", [{}, {"sliding_window": 700, "with_sinks": True}, {"block_size": 5, "heads": 14}]
 )
 @pytest.mark.parametrize("query_lens", [(1, 1, 1), (70, 1, 200)])
-def test_contexts_longer_than_a_segment(
-    query_lens: tuple[int, ...], settings: dict[str, Any]
-) -> None:
+def test_contexts_longer_than_a_segment(query_lens: tuple[int, ...], settings: dict[str, Any]) -> None:
     call = make_call(Problem(query_lens, (1500, 513, 1024), **settings))
     attended = NumbaAttention().forward(*call.arguments())
     assert (attended.double() - dense_oracle(call)).abs().max().item() < _FLOAT32_TOLERANCE

@@ -18,9 +18,7 @@ each_arithmetic = pytest.mark.parametrize(
 
 @each_arithmetic
 @pytest.mark.parametrize("rank", [5, 16, 40])
-def test_a_token_gets_the_same_bits_in_every_batch(
-    dtype: torch.dtype, is_portable: bool, rank: int
-) -> None:
+def test_a_token_gets_the_same_bits_in_every_batch(dtype: torch.dtype, is_portable: bool, rank: int) -> None:
     """Seeded answers do not depend on the batch, so deltas must not."""
     table = LoraTable(1, 1, "cpu")
     backend = NumbaLora(table, dtype=dtype, tag=BFLOAT16 if is_portable else None)

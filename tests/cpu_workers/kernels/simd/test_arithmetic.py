@@ -38,9 +38,7 @@ def test_the_loop_multiplies_as_often_as_it_says(tag: np.generic) -> None:
 
 
 @pytest.mark.parametrize(("tag", "neighbours"), [(INT8, 2), (INT4, 4), (W8A8, 4)])
-def test_a_loop_of_integers_multiplies_as_often_as_it_says(
-    tag: np.generic, neighbours: int
-) -> None:
+def test_a_loop_of_integers_multiplies_as_often_as_it_says(tag: np.generic, neighbours: int) -> None:
     """Its time grows as that of float32 does, within what no processor exceeds."""
     assert arithmetic.products_per_loop(tag) == neighbours * arithmetic.products_per_loop(FLOAT32)
     ratio = arithmetic.products_per_s(tag) / arithmetic.products_per_s(FLOAT32)

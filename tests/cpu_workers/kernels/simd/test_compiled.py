@@ -1,12 +1,7 @@
 """Functions of numba that are called by address."""
 
 import numpy as np
-from corun.cpu_workers.kernels.simd.compiled import (
-    address_of,
-    call_function,
-    function_address,
-    part,
-)
+from corun.cpu_workers.kernels.simd.compiled import address_of, call_function, function_address, part
 from corun.cpu_workers.kernels.simd.memory import store_float32
 from numba import njit, types
 

@@ -11,11 +11,7 @@ _AVX2 = frozenset(["avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 # The levels that this machine supports, other than this process's.
 _MACHINE = isa.level_of(isa.machine_features())
-_OTHERS = [
-    level.name
-    for level in isa.LEVELS[isa.LEVELS.index(_MACHINE) :]
-    if level is not isa.process_isa()
-]
+_OTHERS = [level.name for level in isa.LEVELS[isa.LEVELS.index(_MACHINE) :] if level is not isa.process_isa()]
 
 
 @pytest.mark.parametrize(
@@ -29,9 +25,7 @@ _OTHERS = [
         (frozenset({"neon"}), "generic"),
     ],
 )
-def test_the_highest_level_that_a_processor_has_whole(
-    features: frozenset[str], expected: str
-) -> None:
+def test_the_highest_level_that_a_processor_has_whole(features: frozenset[str], expected: str) -> None:
     assert isa.level_of(features).name == expected
 
 
@@ -43,9 +37,7 @@ def test_auto_forces_nothing() -> None:
 def _in_process(code: str, environment: dict[str, str]) -> str:
     command = [sys.executable, "-c", code]
     inherited = {key: value for key, value in os.environ.items() if "NUMBA_" not in key}
-    done = subprocess.run(
-        command, env=inherited | environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
@@ -117,6 +109,4 @@ def test_refused_matrix_registers_are_not_used(
         assert not isa.has_matrix_registers()
     finally:
         isa.has_matrix_registers.cache_clear()
-    assert (
-        "the system refuses the processor's matrix registers (AMX): Invalid argument" in caplog.text
-    )
+    assert "the system refuses the processor's matrix registers (AMX): Invalid argument" in caplog.text

@@ -88,9 +88,7 @@ class Controlled:
 
     async def ensure(self, entry: AdapterEntry, engine_id: str = "m-0") -> Ensured:
         """Have an engine serve it."""
-        answer = await self.ask(
-            AGENT_ENSURE_PATH, Ensure(engine_id=engine_id, adapter=entry), Ensured
-        )
+        answer = await self.ask(AGENT_ENSURE_PATH, Ensure(engine_id=engine_id, adapter=entry), Ensured)
         assert isinstance(answer, Ensured)
         return answer
 
@@ -107,22 +105,33 @@ def _state(report: AgentReport, engine_id: str) -> str | None:
 
 
 def with_agent(
-    path: Path, work: Callable[[Controlled], Awaitable[None]], *, num_engines: int = 1,
-    cache_bytes: int = 1 << 30, engine: EngineConfig | None = None, run_id: str = "run",
-) -> int | None:  # fmt: skip
+    path: Path,
+    work: Callable[[Controlled], Awaitable[None]],
+    *,
+    num_engines: int = 1,
+    cache_bytes: int = 1 << 30,
+    engine: EngineConfig | None = None,
+    run_id: str = "run",
+) -> int | None:
     """Call ``work`` with a running agent, end it, and return its exit status."""
 
     async def run() -> int | None:
         async with _controller() as (controlled, url):
             stop = asyncio.Event()
             settings = AgentSettings(
-                cluster_key=KEY, agent_id="m", controller_url=url, host="127.0.0.1", port=0,
+                cluster_key=KEY,
+                agent_id="m",
+                controller_url=url,
+                host="127.0.0.1",
+                port=0,
                 state_dir=str(path / "state"),
                 division=MachineDivision((EngineShare(num_threads=1),) * num_engines, ()),
-                adapter_cache_bytes=cache_bytes, engine=engine or EngineConfig(model="m"),
+                adapter_cache_bytes=cache_bytes,
+                engine=engine or EngineConfig(model="m"),
                 serve=ServeConfig(drain_timeout_s=2.0),
-                engine_command=BARE_ENGINE, run_id=run_id,
-            )  # fmt: skip
+                engine_command=BARE_ENGINE,
+                run_id=run_id,
+            )
             agent = asyncio.ensure_future(run_agent(settings, stop))
             working = asyncio.ensure_future(work(controlled))
             try:
@@ -153,9 +162,14 @@ async def checked(
     """Return an entry for a directory that the agent has checked."""
     found = await agent.ask(AGENT_CHECK_PATH, CheckAdapter(path=str(source)), CheckedAdapter)
     return AdapterEntry(
-        name=name, revision=revision, digest=found.digest, rank=found.rank,
-        num_bytes=found.num_bytes, source=str(source), pinned=pinned,
-    )  # fmt: skip
+        name=name,
+        revision=revision,
+        digest=found.digest,
+        rank=found.rank,
+        num_bytes=found.num_bytes,
+        source=str(source),
+        pinned=pinned,
+    )
 
 
 def test_a_name_goes_up_in_revisions_and_never_back(tmp_path: Path) -> None:
@@ -328,9 +342,8 @@ def test_what_an_agent_had_is_there_after_its_end(tmp_path: Path) -> None:
         await agent.engine()
         report = await agent.reported(lambda report: bool(report.copies))
         entry = AdapterEntry(
-            name="x", revision=1, digest=next(iter(report.copies)), rank=8, num_bytes=0,
-            source="/nowhere",
-        )  # fmt: skip
+            name="x", revision=1, digest=next(iter(report.copies)), rank=8, num_bytes=0, source="/nowhere"
+        )
         await agent.ensure(entry)
 
     with_agent(tmp_path, fill)

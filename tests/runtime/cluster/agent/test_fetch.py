@@ -27,10 +27,7 @@ def with_peer(tmp_path: Path, work: Work, *, capacity_bytes: int = 1 << 30) -> N
     source = write_adapter(tmp_path / "source", num_bytes=NUM_BYTES)
 
     async def run() -> None:
-        with (
-            opened_store(tmp_path / "a") as theirs,
-            opened_store(tmp_path / "b", capacity_bytes) as ours,
-        ):
+        with opened_store(tmp_path / "a") as theirs, opened_store(tmp_path / "b", capacity_bytes) as ours:
             manifest, _ = await theirs.ingest(source, release)
             async with agent_of(theirs) as url:
                 fetcher = Fetcher(ours, KEY, release)
@@ -48,10 +45,7 @@ async def bad_peer(
 
     async def answer(request: web.Request) -> web.StreamResponse:
         headers = {"Authorization": request.headers["Authorization"]}
-        async with (
-            ClientSession() as session,
-            session.get(good + request.path, headers=headers) as response,
-        ):
+        async with ClientSession() as session, session.get(good + request.path, headers=headers) as response:
             data = await response.read()
         if request.path.endswith(WEIGHTS):
             return await break_it(request, data)
@@ -107,10 +101,14 @@ async def refuses(request: web.Request, data: bytes) -> web.StreamResponse:
 @pytest.mark.parametrize(
     ("break_it", "kind"),
     [
-        (wrong_byte, "wrong"), (one_more, "wrong"), (too_few, "lost"), (hangs, "lost"),
-        (dies, "lost"), (refuses, "lost"),
+        (wrong_byte, "wrong"),
+        (one_more, "wrong"),
+        (too_few, "lost"),
+        (hangs, "lost"),
+        (dies, "lost"),
+        (refuses, "lost"),
     ],
-)  # fmt: skip
+)
 def test_a_peer_that_fails_gives_way_to_the_next(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -176,9 +174,7 @@ def test_dead_peers_leave_the_source_and_then_nothing(tmp_path: Path) -> None:
 
 def test_one_fetch_however_many_wait(tmp_path: Path) -> None:
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
-        waiting = [
-            asyncio.ensure_future(fetcher.ensure(entry_of(digest), [good])) for _ in range(20)
-        ]
+        waiting = [asyncio.ensure_future(fetcher.ensure(entry_of(digest), [good])) for _ in range(20)]
         await asyncio.sleep(0)
         waiting[0].cancel()  # the fetch goes on without the request that started it
         await asyncio.gather(*waiting[1:])
@@ -257,9 +253,7 @@ def test_only_files_of_adapters_are_served(tmp_path: Path, path: str, status: in
             line = await reader.readline()
             assert line.split()[1] == str(expected).encode()
             writer.close()
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", int(good.rpartition(":")[2])
-            )
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(good.rpartition(":")[2]))
         writer.close()
 
     with_peer(tmp_path, work)

@@ -83,9 +83,7 @@ def test_files_are_copied_and_named_by_what_they_hold(tmp_path: Path) -> None:
     with_store(tmp_path / "store", work)
 
 
-def test_links_within_the_roots_are_followed_and_what_is_no_file_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_links_within_the_roots_are_followed_and_what_is_no_file_is_refused(tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "a")
     linked = tmp_path / "linked"
     linked.mkdir()
@@ -126,9 +124,7 @@ def test_a_template_that_is_a_link_out_is_not_copied(tmp_path: Path, name: str) 
         describe(source, roots)
 
 
-def test_a_source_that_does_not_answer_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FILES, "timeout_s", 0.5)
     source, answers, real = write_adapter(tmp_path / "a"), threading.Event(), os.readv
 

@@ -105,9 +105,7 @@ def begun(registry: Registry, world: World) -> tuple[CrashingTable, AdapterChang
     return table, changes
 
 
-async def crash_at_will(
-    directory: Path, steps: list[tuple[str, str, str, bool, int | None]]
-) -> None:
+async def crash_at_will(directory: Path, steps: list[tuple[str, str, str, bool, int | None]]) -> None:
     world = World()
     registry = Registry(directory, lambda: 0.0)
     table, changes = begun(registry, world)
@@ -171,8 +169,6 @@ def check(world: World, table: RoutingTable, answered: dict[str, str], unsure: s
 
 @given(st.lists(_CHANGE, max_size=8))
 @settings(max_examples=40, deadline=None)
-def test_crashes_between_any_two_steps(
-    steps: list[Step],
-) -> None:
+def test_crashes_between_any_two_steps(steps: list[Step]) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         asyncio.run(crash_at_will(Path(directory), steps))

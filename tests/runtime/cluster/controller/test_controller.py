@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 from corun.runtime.cluster.controller import changes, members
 from corun.runtime.cluster.http.calls import UnreachableError, call, make_session
-from corun.runtime.cluster.wire import (
-    ENSURE_PATH,
-    STATUS_PATH,
-    AdapterChange,
-    ClusterStatus,
-    Ensure,
-)
+from corun.runtime.cluster.wire import ENSURE_PATH, STATUS_PATH, AdapterChange, ClusterStatus, Ensure
 from corun.runtime.server.errors import HttpError
 from support.adapter_files import write_adapter
 from support.fake_cluster import (

@@ -28,9 +28,7 @@ async def take(cluster: RunningCluster, report: MachinesReport) -> tuple[str, ..
     """Wait for wishes, and take them."""
     while not (wishes := (await send_report(cluster, report)).wishes):
         await asyncio.sleep(0.02)
-    await send_report(
-        cluster, MachinesReport(kind="ray", is_up=report.is_up, num_agents=2, taken=wishes)
-    )
+    await send_report(cluster, MachinesReport(kind="ray", is_up=report.is_up, num_agents=2, taken=wishes))
     return wishes
 
 
@@ -59,9 +57,7 @@ def test_what_must_wait_is_refused_and_done_later(tmp_path: Path, is_silent: boo
         await send_report(cluster, UP if is_silent else DOWN)
         await asyncio.sleep(0.4 if is_silent else 0.0)
         why = "it is silent" if is_silent else "its head is away"
-        with pytest.raises(
-            HttpError, match=f"by ray now .{why}.; the start is stored, and done when"
-        ):
+        with pytest.raises(HttpError, match=f"by ray now .{why}.; the start is stored, and done when"):
             await cluster.engines("add")
         state = (await cluster.status()).machines
         assert state is not None and not state.is_up and state.reason == why

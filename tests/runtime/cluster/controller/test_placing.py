@@ -10,13 +10,7 @@ from corun.runtime.cluster.settings import OperatingPoints
 from corun.runtime.cluster.wire import Ensure
 from corun.runtime.server.errors import HttpError
 from support import fake_cluster
-from support.fake_cluster import (
-    TIMEOUT_S,
-    RunningCluster,
-    digest_of,
-    eventually,
-    profile_of,
-)
+from support.fake_cluster import TIMEOUT_S, RunningCluster, digest_of, eventually, profile_of
 
 in_cluster = partial(fake_cluster.in_cluster, placement_interval_s=0.1)
 

@@ -9,16 +9,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 _AGENTS = ("a", "b", "c")
 _DIGESTS = ("p", "q")
 _ENTRIES = [
-    AdapterEntry(name=one, revision=1, digest=one, rank=8, num_bytes=1, source="/s")
-    for one in _DIGESTS
+    AdapterEntry(name=one, revision=1, digest=one, rank=8, num_bytes=1, source="/s") for one in _DIGESTS
 ]
 
 
 def report_of(agent_id: str, copies: set[str], keeps: set[str]) -> AgentReport:
     return AgentReport(
-        agent_id=agent_id, url="http://a", engines=(), copies=dict.fromkeys(copies, 0.0),
-        store_bytes=1, used_bytes=1, core_division="", keeps=tuple(keeps),
-    )  # fmt: skip
+        agent_id=agent_id,
+        url="http://a",
+        engines=(),
+        copies=dict.fromkeys(copies, 0.0),
+        store_bytes=1,
+        used_bytes=1,
+        core_division="",
+        keeps=tuple(keeps),
+    )
 
 
 def orders_of(pool: CopyPool, agent_id: str, copies: set[str], keeps: set[str]) -> AgentOrders:
@@ -39,9 +44,7 @@ def test_a_copy_is_released_once_another_agent_says_that_it_keeps_one() -> None:
 
 def test_pinned_planned_or_loading_copies_stay_and_unnamed_ones_are_listed() -> None:
     pool = CopyPool()
-    pinned = AdapterEntry(
-        name="x", revision=1, digest="p", rank=8, num_bytes=1, source="/s", pinned=True
-    )
+    pinned = AdapterEntry(name="x", revision=1, digest="p", rank=8, num_bytes=1, source="/s", pinned=True)
     for agent_id in "ab":
         pool.report(report_of(agent_id, {"p", "q", "r", "s"}, {"p", "q", "r"}))
     orders = pool.orders("b", [pinned, _ENTRIES[1]], frozenset("r"), frozenset("q"), frozenset())

@@ -26,13 +26,7 @@ def opened(directory: Path, now_s: float = 0.0) -> Registry:
 
 def entry_of(name: str, revision: int, digest: str = "d", *, pinned: bool = False) -> AdapterEntry:
     return AdapterEntry(
-        name=name,
-        revision=revision,
-        digest=digest,
-        rank=8,
-        num_bytes=10,
-        source="/s",
-        pinned=pinned,
+        name=name, revision=revision, digest=digest, rank=8, num_bytes=10, source="/s", pinned=pinned
     )
 
 
@@ -193,9 +187,7 @@ _STEPS = st.lists(
 
 @given(_STEPS)
 @settings(max_examples=40, deadline=None)
-def test_crashes_lose_no_adapter_and_no_revision_comes_again(
-    steps: list[tuple[str, str, str, str]],
-) -> None:
+def test_crashes_lose_no_adapter_and_no_revision_comes_again(steps: list[tuple[str, str, str, str]]) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         registry = opened(Path(directory))
         expected: dict[str, str] = {}  # digests that clients got as answers

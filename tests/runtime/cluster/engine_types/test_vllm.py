@@ -48,9 +48,7 @@ async def states_of(server: RecordedVllm, sent: SentRecord, number: int) -> list
 def test_a_name_with_other_content_has_another_name_there(tmp_path: Path) -> None:
     async def work(server: RecordedVllm, api: VllmApi) -> None:
         paths = [write_adapter(tmp_path / str(number), num_bytes=1000) for number in range(2)]
-        first, second = (
-            entry_of("sql", number + 1, digest=digest) for number, digest in enumerate(DIGESTS)
-        )
+        first, second = (entry_of("sql", number + 1, digest=digest) for number, digest in enumerate(DIGESTS))
         assert await api.load(first, str(paths[0])) == "sql@" + "0" * 16
         assert await api.load(first, str(paths[0])) == "sql@" + "0" * 16  # loaded already
         await api.load(entry_of("sqlx", digest=DIGESTS[0]), str(paths[0]))
@@ -108,11 +106,7 @@ def test_states_say_what_metrics_and_the_record_do() -> None:
         first, second, third = await states_of(server, sent, 3)
         assert first.load is not None and first.load.num_running_by_rank == {8: 5}
         assert first.load.num_waiting_by_rank == {} and first.load.total_kv_tokens == 838784
-        assert {one.name: one.level for one in first.adapters} == {
-            "a": "device",
-            "b": "disk",
-            "c": "device",
-        }
+        assert {one.name: one.level for one in first.adapters} == {"a": "device", "b": "disk", "c": "device"}
         assert (second.adapters, second.removed) == ((), ())
         assert [one.beat for one in (first, second, third)] == [1, 2, 3]
         # A state includes requests sent before the previous poll; later ones may be missing.

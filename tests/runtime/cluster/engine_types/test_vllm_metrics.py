@@ -49,9 +49,14 @@ def test_a_server_that_sleeps_is_not_awake() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["process_start_time_seconds", "vllm:cache_config_info", "vllm:kv_cache_usage_perc",
-     "vllm:num_requests_running", "vllm:num_requests_waiting"],
-)  # fmt: skip
+    [
+        "process_start_time_seconds",
+        "vllm:cache_config_info",
+        "vllm:kv_cache_usage_perc",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+    ],
+)
 def test_what_is_missing_is_named(family: str) -> None:
     lines = [one for one in TEXT.splitlines() if family.encode() not in one]
     with pytest.raises(ValueError, match=family):

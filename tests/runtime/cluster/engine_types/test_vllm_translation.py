@@ -25,9 +25,7 @@ def test_the_model_has_the_name_that_vllm_knows() -> None:
 
 
 def test_answers_have_the_name_that_the_client_knows() -> None:
-    assert (
-        TRANSLATION.events(EVENT % b"t" * 2) == EVENT.replace(b"@0123456789abcdef", b"") % b"t" * 2
-    )
+    assert TRANSLATION.events(EVENT % b"t" * 2) == EVENT.replace(b"@0123456789abcdef", b"") % b"t" * 2
     answer = json.loads(TRANSLATION.answer(200, b'{"model":"sql@0123456789abcdef","choices":[]}'))
     assert answer == {"model": "sql", "choices": []}
     as_it_is = VllmTranslation("tiny", None)
@@ -42,35 +40,87 @@ def test_text_that_looks_like_a_name_stays() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "code", "words", "param"),
     [
-        (404, {"error": {"message": "The model `x` does not exist. Valid aliases: tiny.",
-                         "type": "NotFoundError", "param": "model", "code": 404}},
-         "model_not_found", "does not exist", "model"),
-        (400, {"error": {"message": "This model's maximum context length is 512 tokens. However",
-                         "type": "BadRequestError", "param": "input_tokens", "code": 400}},
-         "context_length_exceeded", "512 tokens", "input_tokens"),
-        (400, {"error": {"message": "1 validation error:\n  {'type': 'float_parsing'}",
-                         "type": "Bad Request", "param": "body.temperature", "code": 400}},
-         "invalid_value", "1 validation error: {'type'", "temperature"),
-        (400, {"object": "error", "message": "of a server before 0.10", "type": "BadRequestError",
-               "param": None, "code": 400}, "invalid_value", "before 0.10", None),
+        (
+            404,
+            {
+                "error": {
+                    "message": "The model `x` does not exist. Valid aliases: tiny.",
+                    "type": "NotFoundError",
+                    "param": "model",
+                    "code": 404,
+                }
+            },
+            "model_not_found",
+            "does not exist",
+            "model",
+        ),
+        (
+            400,
+            {
+                "error": {
+                    "message": "This model's maximum context length is 512 tokens. However",
+                    "type": "BadRequestError",
+                    "param": "input_tokens",
+                    "code": 400,
+                }
+            },
+            "context_length_exceeded",
+            "512 tokens",
+            "input_tokens",
+        ),
+        (
+            400,
+            {
+                "error": {
+                    "message": "1 validation error:\n  {'type': 'float_parsing'}",
+                    "type": "Bad Request",
+                    "param": "body.temperature",
+                    "code": 400,
+                }
+            },
+            "invalid_value",
+            "1 validation error: {'type'",
+            "temperature",
+        ),
+        (
+            400,
+            {
+                "object": "error",
+                "message": "of a server before 0.10",
+                "type": "BadRequestError",
+                "param": None,
+                "code": 400,
+            },
+            "invalid_value",
+            "before 0.10",
+            None,
+        ),
         (404, {"detail": "Not Found"}, "model_not_found", "Not Found", None),
-        (500, {"error": {"message": "Internal server error", "type": "InternalServerError",
-                         "param": None, "code": 500}}, "internal_error", "Internal", None),
+        (
+            500,
+            {
+                "error": {
+                    "message": "Internal server error",
+                    "type": "InternalServerError",
+                    "param": None,
+                    "code": 500,
+                }
+            },
+            "internal_error",
+            "Internal",
+            None,
+        ),
         (418, {"tea": 1}, "invalid_request_error", "no error of vLLM", None),
     ],
-)  # fmt: skip
-def test_errors_are_ours(
-    status: int, body: dict[str, Any], code: str, words: str, param: str | None
-) -> None:
+)
+def test_errors_are_ours(status: int, body: dict[str, Any], code: str, words: str, param: str | None) -> None:
     error = error_of(TRANSLATION.answer(status, json.dumps(body).encode()))
     assert error["code"] == code and words in error["message"] and error["param"] == param
     assert "\n" not in error["message"]
 
 
 def test_an_error_within_a_stream_is_ours_too() -> None:
-    error_event = (
-        b'data: {"error":{"message":"EngineCore died","type":"x","param":null,"code":500}}\n\n'
-    )
+    error_event = b'data: {"error":{"message":"EngineCore died","type":"x","param":null,"code":500}}\n\n'
     data = TRANSLATION.events(EVENT % b"t" + error_event + b"data: [DONE]\n\n")
     first, error, done, rest = data.split(b"\n\n")
     assert b'"text":"t"' in first and (done, rest) == (b"data: [DONE]", b"")

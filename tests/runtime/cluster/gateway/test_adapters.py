@@ -22,9 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_logging")
 
 def asked(cluster: GatewayCluster) -> list[tuple[str, str, int]]:
     """Return recorded loads: engine, adapter and revision."""
-    return [
-        (one.engine_id, one.adapter.name, one.adapter.revision) for one in cluster.controller.asked
-    ]
+    return [(one.engine_id, one.adapter.name, one.adapter.revision) for one in cluster.controller.asked]
 
 
 def code_of(answer: tuple[int, bytes]) -> tuple[int, str]:
@@ -176,11 +174,7 @@ def test_adapters_are_listed_with_copies_and_levels() -> None:
         assert status == 200 and (y["copies"], y["engines"]) == (["agent"], {})
         assert (await cluster.get("/v1/lora_adapters/z"))[0] == 404
 
-    in_cluster(
-        work,
-        ScriptedEngine("e0"),
-        adapters=(entry_of("x"), entry_of("y", digest="digest-on-agent")),
-    )
+    in_cluster(work, ScriptedEngine("e0"), adapters=(entry_of("x"), entry_of("y", digest="digest-on-agent")))
 
 
 def test_the_command_shows_what_a_gateway_knows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,18 +197,20 @@ def test_the_command_shows_what_a_gateway_knows(capsys: pytest.CaptureFixture[st
         assert lines == [heading, x] and summary[:4] == ["1", "of", "3", "adapters;"]
 
     in_cluster(
-        work, ScriptedEngine("e0"),
-        adapters=(entry_of("x"), entry_of("y", digest="digest-on-agent"),
-                  entry_of("z", state="failed", reason="no such file")),
-    )  # fmt: skip
+        work,
+        ScriptedEngine("e0"),
+        adapters=(
+            entry_of("x"),
+            entry_of("y", digest="digest-on-agent"),
+            entry_of("z", state="failed", reason="no such file"),
+        ),
+    )
 
 
 def test_changes_go_to_the_controller_with_an_administrators_key_only() -> None:
     async def post(cluster: GatewayCluster, key: str, path: str, **fields: object) -> int:
         headers = {"Authorization": f"Bearer {key}"}
-        async with cluster.session.post(
-            cluster.url + path, json=fields, headers=headers
-        ) as response:
+        async with cluster.session.post(cluster.url + path, json=fields, headers=headers) as response:
             return response.status
 
     async def work(cluster: GatewayCluster) -> None:

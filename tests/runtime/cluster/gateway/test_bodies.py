@@ -52,9 +52,7 @@ def test_adapters_that_answer_together() -> None:
         assert _facts(prompt="x", lora=json.loads(nothing)).lora is None
 
 
-@given(
-    st.binary(max_size=64) | st.recursive(st.none(), st.lists).map(lambda v: json.dumps(v).encode())
-)
+@given(st.binary(max_size=64) | st.recursive(st.none(), st.lists).map(lambda v: json.dumps(v).encode()))
 def test_invalid_bodies_are_forwarded(body: bytes) -> None:
     for path in ("/v1/completions", CHAT, RESPONSES, "/tokenize"):
         facts = read_facts(body, path)

@@ -25,11 +25,7 @@ from support.gateways import (
 def test_a_body_and_its_answer_are_forwarded_as_they_are() -> None:
     async def work(cluster: GatewayCluster) -> None:
         body = b'{ "model": "base" ,"prompt":"\\u00e9t\xc3\xa9", "unheard_of": [1, {"a": null}]}'
-        headers = {
-            "Content-Type": "application/json",
-            "x-request-id": "mine",
-            "traceparent": "00-a-b-01",
-        }
+        headers = {"Content-Type": "application/json", "x-request-id": "mine", "traceparent": "00-a-b-01"}
         async with cluster.session.post(
             f"{cluster.url}/v1/completions", data=body, headers=headers
         ) as response:
@@ -78,9 +74,7 @@ def test_a_full_engine_is_left_once_and_a_full_cluster_says_when_to_come_again()
         assert (len(full.received), len(other.received)) == (1, 1)
         assert await cluster.metric("gateway_engine_retries_total", engine="e0") == 1.0
         other.answer = refuse(429, "overloaded")
-        async with cluster.session.post(
-            f"{cluster.url}/v1/completions", json={"prompt": "x"}
-        ) as response:
+        async with cluster.session.post(f"{cluster.url}/v1/completions", json={"prompt": "x"}) as response:
             assert response.status == 429 and response.headers["Retry-After"] == "1"
             assert (await response.json())["error"]["type"] == "rate_limit_error"
 
@@ -179,8 +173,7 @@ def test_a_slow_reader_holds_back_its_own_stream_only() -> None:
         )
         body = b'{"prompt": "x", "stream": true}'
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
-            % (len(body), body)
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
         )
         await reader.readline()
         while True:  # until the engine is blocked, too

@@ -100,9 +100,7 @@ def test_an_engine_whose_beat_stops_is_ejected_and_three_beats_bring_it_back(
 def test_an_engine_that_refuses_connections_is_left_at_once() -> None:
     async def work(cluster: GatewayCluster) -> None:
         engine = cluster.engines[0]
-        await cluster.controller.publish(
-            engines=(engine.card(engine_id="e2", url="http://127.0.0.1:1"),)
-        )
+        await cluster.controller.publish(engines=(engine.card(engine_id="e2", url="http://127.0.0.1:1"),))
         assert await cluster.metric("gateway_engine_usable", engine="e2") == 0.0
         assert (await cluster.complete())[0] == 200
 
@@ -132,9 +130,7 @@ def test_without_an_engine_requests_are_refused_with_the_reason() -> None:
         (engine,) = cluster.engines
         engine.is_ready = False
         await cluster.usable(0)
-        async with cluster.session.post(
-            f"{cluster.url}/v1/completions", json={"prompt": "x"}
-        ) as response:
+        async with cluster.session.post(f"{cluster.url}/v1/completions", json={"prompt": "x"}) as response:
             assert response.status == 503 and response.headers["Retry-After"] == "1"
             error = (await response.json())["error"]
         assert error["code"] == "no_engine_ready" and "e0 drains" in error["message"]
@@ -151,9 +147,7 @@ def test_without_an_engine_requests_are_refused_with_the_reason() -> None:
     in_cluster(work, ScriptedEngine("e0"))
 
 
-def test_a_controller_that_is_gone_changes_nothing_but_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_controller_that_is_gone_changes_nothing_but_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller_module, "_SILENT_S", 0.3)
 
     async def work(cluster: GatewayCluster) -> None:

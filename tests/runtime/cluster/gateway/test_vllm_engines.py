@@ -82,9 +82,13 @@ def in_front(tmp_path: Path, work: Callable[[Front], Awaitable[None]]) -> None:
         serve = ServeConfig(port=port, allow_runtime_lora_updating=True, drain_timeout_s=1.0)
         async with running_controller(tmp_path / "state") as controller:
             settings = GatewaySettings(
-                cluster_key=KEY, gateway_id="g", controller_url=controller.url,
-                router="predicted", num_gateways=1, serve=serve,
-            )  # fmt: skip
+                cluster_key=KEY,
+                gateway_id="g",
+                controller_url=controller.url,
+                router="predicted",
+                num_gateways=1,
+                serve=serve,
+            )
             stop = asyncio.Event()
             running = asyncio.ensure_future(run_gateway(settings, stop))
             async with make_session(KEY) as session:
@@ -317,9 +321,7 @@ def test_a_server_that_is_killed_ends_its_streams_and_comes_back(tmp_path: Path)
                 servers[0].close()
                 rests = [await one.content.read() for one in (first, second)]
             codes = [
-                json.loads(one.rsplit(b"data: ", 1)[1])["error"]["code"]
-                for one in rests
-                if b'"error"' in one
+                json.loads(one.rsplit(b"data: ", 1)[1])["error"]["code"] for one in rests if b'"error"' in one
             ]
             assert codes == ["engine_lost"]  # one stream each: the other one is complete
             assert sum(one.endswith(b"data: [DONE]\n\n") for one in rests) == 1

@@ -50,9 +50,7 @@ def with_launcher(
     asyncio.run(run())
 
 
-def test_an_engine_gets_its_share_and_its_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_gets_its_share_and_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORUN_PORT", "1")  # an option, which the command has read before
     monkeypatch.setenv("CORUN_API_KEY", "a client's")
 
@@ -93,9 +91,7 @@ def test_an_option_that_is_refused_is_an_exit_like_others(tmp_path: Path) -> Non
         ended = await seen(launcher, lambda one: one.state == EXITED)
         assert ended.reason == "exit status 2"
 
-    with_launcher(
-        tmp_path, MachineDivision((EngineShare(),), ()), work, EngineConfig(model="m", seed=13)
-    )
+    with_launcher(tmp_path, MachineDivision((EngineShare(),), ()), work, EngineConfig(model="m", seed=13))
 
 
 _LAUNCH = """
@@ -138,9 +134,14 @@ def test_options_of_a_device_and_of_shared_cores() -> None:
     engine, serve = EngineConfig(model="m", memory_gib=3.0), ServeConfig(max_body_mib=8)
     share = EngineShare(host_adapter_bytes=5, host_kv_bytes=7, memory_bytes=9, num_threads=2)
     assert engine_options(engine, serve, share) == {
-        "model": "m", "memory-gib": 3.0, "cpu-cores": "none", "cpu-threads": 2,
-        "host-adapter-bytes": "5", "host-kv-bytes": "7", "max-body-mib": 8,
-    }  # fmt: skip
+        "model": "m",
+        "memory-gib": 3.0,
+        "cpu-cores": "none",
+        "cpu-threads": 2,
+        "host-adapter-bytes": "5",
+        "host-kv-bytes": "7",
+        "max-body-mib": 8,
+    }
     own = replace(engine, cpu_threads=1, host_kv_bytes="1GiB")
     found = engine_options(own, serve, share)
     assert (found["cpu-threads"], found["host-kv-bytes"]) == (1, "1GiB")
@@ -150,9 +151,7 @@ def test_each_engine_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     devices = (VisibleDevice("GPU-a", None), VisibleDevice("GPU-b", None))
     monkeypatch.setattr(local, "read_cuda_devices", lambda: devices)
     division = divide_this_machine(EngineConfig(model="m", device="cuda"), 2, unpinned=True)
-    visible = [
-        engine_environment({}, "key", share)["CUDA_VISIBLE_DEVICES"] for share in division.shares
-    ]
+    visible = [engine_environment({}, "key", share)["CUDA_VISIBLE_DEVICES"] for share in division.shares]
     assert visible == ["GPU-a", "GPU-b"]
     with pytest.raises(ConfigError, match="--device cuda:1 is for one engine"):
         divide_this_machine(EngineConfig(model="m", device="cuda:1"), 2, unpinned=True)

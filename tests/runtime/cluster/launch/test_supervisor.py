@@ -14,14 +14,7 @@ from corun.runtime.cluster.launch.supervisor import ClusterPlan
 from corun.runtime.cluster.wire import ClusterStatus
 from corun.runtime.config.notations import LoraModule
 from corun.runtime.errors import ConfigError
-from support.clusters import (
-    KEY,
-    Supervised,
-    processes_of,
-    simulated_plan,
-    static_card,
-    supervised,
-)
+from support.clusters import KEY, Supervised, processes_of, simulated_plan, static_card, supervised
 from support.latency_engine import save_tiny_adapter
 from support.launching import StaticEngine
 from support.serving import corun_command
@@ -50,9 +43,7 @@ async def complete(cluster: Supervised, model: str) -> int:
 def test_what_is_killed_is_back_and_what_ends_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        supervisor, "_ASK_EVERY_S", 0.5
-    )  # clients see ready gateways before the command does
+    monkeypatch.setattr(supervisor, "_ASK_EVERY_S", 0.5)  # clients see ready gateways before the command does
     source = save_tiny_adapter(tmp_path / "a")
     plan = simulated_plan(tmp_path / "state", adapters=[LoraModule("a", str(source))])
 

@@ -12,12 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from corun.runtime.cluster.http.calls import make_session
-from corun.runtime.cluster.http.serving import (
-    cluster_key_check,
-    make_app,
-    read_struct,
-    struct_response,
-)
+from corun.runtime.cluster.http.serving import cluster_key_check, make_app, read_struct, struct_response
 from corun.runtime.cluster.machines import nodes
 from corun.runtime.cluster.machines.nodes import NodesKeeper
 from corun.runtime.cluster.machines.supervised import (
@@ -75,20 +70,22 @@ class FakeMachines:
     def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, SupervisedAgent]:
         """Return all agents as running, or failing."""
         if self.failing is not None:
-            return {
-                name: SupervisedAgent(state=FAILED, agent_id=name, reason=self.failing)
-                for name in names
-            }
+            return {name: SupervisedAgent(state=FAILED, agent_id=name, reason=self.failing) for name in names}
         return {
             name: SupervisedAgent(
-                state=RUNNING, agent_id=name,
+                state=RUNNING,
+                agent_id=name,
                 location=AgentLocation(
-                    agent_id=name, url=self.url, pid=1, resources=self.actors[name].resources,
+                    agent_id=name,
+                    url=self.url,
+                    pid=1,
+                    resources=self.actors[name].resources,
                     options_digest=options_digest(self.actors[name]),
                 ),
             )
-            for name in names if name in self.actors
-        }  # fmt: skip
+            for name in names
+            if name in self.actors
+        }
 
     def end(self, name: str) -> None:
         """End an actor."""
@@ -137,10 +134,16 @@ class World:
     def settings(self, num_engines: int, run_id: str = "run") -> RaySettings:
         """Return the settings of a keeper."""
         return RaySettings(
-            cluster_key=KEY, run_id=run_id, address="h:1", cluster_name="c",
-            controller_url=self.url, state_dir=str(self.directory), num_engines=num_engines,
-            drain_timeout_s=1.0, node=node_settings(self.directory, self.url, run_id=run_id),
-        )  # fmt: skip
+            cluster_key=KEY,
+            run_id=run_id,
+            address="h:1",
+            cluster_name="c",
+            controller_url=self.url,
+            state_dir=str(self.directory),
+            num_engines=num_engines,
+            drain_timeout_s=1.0,
+            node=node_settings(self.directory, self.url, run_id=run_id),
+        )
 
     async def reported(self, condition: Callable[[MachinesReport], bool]) -> MachinesReport:
         """Return the first report that fits."""
@@ -178,9 +181,7 @@ async def keeping(
         running = asyncio.ensure_future(keeper.run())
         inside = asyncio.current_task()
         assert inside is not None
-        running.add_done_callback(
-            lambda done: not done.cancelled() and done.exception() and inside.cancel()
-        )
+        running.add_done_callback(lambda done: not done.cancelled() and done.exception() and inside.cancel())
         try:
             yield
             if ends:
@@ -284,9 +285,7 @@ def test_ray_that_does_not_answer_is_away(tmp_path: Path) -> None:
             await world.reported(lambda one: one.is_up)
             machines.is_away.set()
             report = await world.reported(lambda one: not one.is_up)
-            assert report.num_supervised == 0 and "has not answered for 0.5 s" in (
-                report.reason or ""
-            )
+            assert report.num_supervised == 0 and "has not answered for 0.5 s" in (report.reason or "")
             machines.is_away.clear()
             await world.reported(lambda one: one.is_up and one.num_supervised == 1)
 

@@ -10,13 +10,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from corun.runtime.cluster.machines.supervised import (
-    ENDED,
-    FAILED,
-    RUNNING,
-    AgentLocation,
-    SupervisedAgent,
-)
+from corun.runtime.cluster.machines.supervised import ENDED, FAILED, RUNNING, AgentLocation, SupervisedAgent
 from corun.runtime.cluster.settings import NodeSettings
 from corun.runtime.cluster.wire import AGENT_END_PATH, EndAgent
 from corun.runtime.config.engine import EngineConfig
@@ -46,14 +40,9 @@ def test_the_next_supervisor_finds_it_as_it_is(settings: NodeSettings) -> None:
     with SupervisingProcess(settings) as first:
         before = first.until(RUNNING)
         assert before.agent_id == "127.0.0.1"
-        with SupervisingProcess(
-            settings
-        ) as beside:  # another agent, since the first has a supervisor
+        with SupervisingProcess(settings) as beside:  # another agent, since the first has a supervisor
             other = beside.until(RUNNING)
-            assert (
-                other.agent_id == "127.0.0.1.1"
-                and location_of(other).pid != location_of(before).pid
-            )
+            assert other.agent_id == "127.0.0.1.1" and location_of(other).pid != location_of(before).pid
     with SupervisingProcess(settings) as second:
         assert second.until(RUNNING) == before
 

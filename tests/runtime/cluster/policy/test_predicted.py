@@ -30,9 +30,7 @@ def test_a_queue_is_weighed_against_a_cold_adapter(queued_tokens: int, best: str
     assert _best(servers, request_of(8)) == best
 
 
-@pytest.mark.parametrize(
-    ("tier", "cold_ms"), [("gpu", 0.0), ("loading", 8.0), ("host", 8.0), ("disk", 24.0)]
-)
+@pytest.mark.parametrize(("tier", "cold_ms"), [("gpu", 0.0), ("loading", 8.0), ("host", 8.0), ("disk", 24.0)])
 def test_the_nearest_copy_is_best(tier: str, cold_ms: float) -> None:
     """From a peer 8 MB take 104 ms. A queue of 1 token takes 0.11 ms."""
     # The load is hidden behind the queue and 10 ms of a step, and counts a fifth beside.
@@ -85,9 +83,7 @@ def test_a_server_without_a_free_row_costs_a_wait() -> None:
     """Servers of two kinds: with 32 rows s0 takes one more when one of them has ended."""
     report = server_report(num_running_by_rank={0: 32})
     kinds = (server_costs(), server_costs(max_num_seqs=33))
-    servers = [
-        ServerView(ServerId(f"s{index}"), costs, report) for index, costs in enumerate(kinds)
-    ]
+    servers = [ServerView(ServerId(f"s{index}"), costs, report) for index, costs in enumerate(kinds)]
     assert _best(servers, request_of()) == "s1"
 
 
@@ -112,9 +108,7 @@ def test_routers_that_share_servers_do_not_all_choose_the_best() -> None:
     servers = servers_of(*(server_report(queued_prefill_tokens=50 * i) for i in range(12)))
     rng = random.Random(0)
     shared, alone = PredictedRouter(num_routers=16), PredictedRouter()
-    counts: Counter[str] = Counter(
-        shared.rank(request_of(), servers, 0.0, rng)[0] for _ in range(400)
-    )
+    counts: Counter[str] = Counter(shared.rank(request_of(), servers, 0.0, rng)[0] for _ in range(400))
     assert counts["s0"] == pytest.approx(100, abs=30)
     assert not counts["s10"] and not counts["s11"]
     assert alone.rank(request_of(), servers, 0.0, rng)[0] == "s0"

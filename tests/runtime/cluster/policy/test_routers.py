@@ -92,9 +92,7 @@ def test_servers_come_and_go_between_requests(name: str) -> None:
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_zero_full_and_infinite_servers_are_no_error(name: str, is_padded: bool) -> None:
-    costs = server_costs(
-        is_padded=is_padded, file_bytes_per_s=_INFINITE, peer_bytes_per_s=_INFINITE
-    )
+    costs = server_costs(is_padded=is_padded, file_bytes_per_s=_INFINITE, peer_bytes_per_s=_INFINITE)
     for router in _routers(name):
         servers = servers_of(
             server_report(free_kv_tokens=0, total_kv_tokens=0),

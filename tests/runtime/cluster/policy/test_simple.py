@@ -41,11 +41,7 @@ def test_least_tokens_counts_what_waits_and_what_is_kept() -> None:
         server_report(running_context_tokens=300, queued_prefill_tokens=300),
         server_report(running_context_tokens=100, queued_prefill_tokens=300),
     )
-    assert LeastTokensRouter().rank(request_of(), servers, 0.0, random.Random(0)) == [
-        "s2",
-        "s0",
-        "s1",
-    ]
+    assert LeastTokensRouter().rank(request_of(), servers, 0.0, random.Random(0)) == ["s2", "s0", "s1"]
 
 
 def test_first_fit_fills_one_server_after_the_other() -> None:

@@ -31,9 +31,7 @@ def test_as_printed_idle_servers_are_equal_at_any_cost() -> None:
 def test_as_printed_a_penalty_times_no_requests_hangs_on_the_order() -> None:
     """inf x 0 is nan, which is less than nothing and nothing is less than it."""
     reports = (server_report(num_running_by_rank={8: 4}), server_report())
-    printed, mended = (
-        router(slo_tpot_s=_TIGHT) for router in (ToppingsPaperRouter, ToppingsRouter)
-    )
+    printed, mended = (router(slo_tpot_s=_TIGHT) for router in (ToppingsPaperRouter, ToppingsRouter))
     servers = servers_of(*reports)
     assert _chosen(printed, servers, request_of()) == {"s0"}
     assert _chosen(printed, servers[::-1], request_of()) == {"s1"}
@@ -70,9 +68,7 @@ def test_a_server_within_the_slo_comes_before_one_beyond_it(
 def test_small_adapters_stay_away_from_large_ones_where_kernels_pad() -> None:
     """With 6 rows each, s0's steps pay for the largest anyway; s1's would for all 7."""
     names = {"r8", "r128"}
-    reports = [
-        server_report(num_running_by_rank={rank: 6}, gpu_adapters=names) for rank in (128, 8)
-    ]
+    reports = [server_report(num_running_by_rank={rank: 6}, gpu_adapters=names) for rank in (128, 8)]
     router = ToppingsRouter(slo_tpot_s=_LOOSE)
     padded = servers_of(*reports, costs=server_costs(is_padded=True))
     assert _chosen(router, padded, request_of(128)) == {"s0"}

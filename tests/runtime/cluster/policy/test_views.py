@@ -42,9 +42,7 @@ def test_steps_are_those_of_the_model() -> None:
 def test_chunks_of_prompts_have_steps_of_their_own_where_decoding_has() -> None:
     """Toppings, figure 4: 28.7 ms and 59.9 us per token; decoding does not make it longer."""
     machine = MACHINES["a100-llama2-7b"]
-    costs = server_costs(
-        model=machine.model, max_num_batched_tokens=2048, mix_decode_with_prefill=False
-    )
+    costs = server_costs(model=machine.model, max_num_batched_tokens=2048, mix_decode_with_prefill=False)
     report = server_report(num_running_by_rank={0: 30}, queued_prefill_tokens=2048)
     (view,) = servers_of(report, costs=costs)
     assert view.load.step_s == pytest.approx(31.8e-3)

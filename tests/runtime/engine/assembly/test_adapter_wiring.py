@@ -37,9 +37,18 @@ class Host:
         self.num_read += 1
         self.while_reading()
         return SimpleNamespace(
-            digest="d", rank=8, num_bytes=9, rank_sums=(), group_bytes=(), group_of_layer=(),
-            not_by_workers="", host_bytes=(), left_out=(), is_kept=True, vocab_size=None,
-        )  # fmt: skip
+            digest="d",
+            rank=8,
+            num_bytes=9,
+            rank_sums=(),
+            group_bytes=(),
+            group_of_layer=(),
+            not_by_workers="",
+            host_bytes=(),
+            left_out=(),
+            is_kept=True,
+            vocab_size=None,
+        )
 
 
 @pytest.fixture
@@ -66,9 +75,7 @@ def read(host: Host, folder: Path, known: AdapterContent | None = None) -> Adapt
     version = None
     if known is not None:
         stamps = known.weights_stamps
-        version = AdapterVersion(
-            AdapterId(1), "a", str(folder), known.facts, NO_CONVENTIONS, stamps
-        )
+        version = AdapterVersion(AdapterId(1), "a", str(folder), known.facts, NO_CONVENTIONS, stamps)
     files = HostFiles(host, ConventionReader(TOKENS))  # type: ignore[arg-type]
     return files.read(str(folder), lambda _: None, version)
 

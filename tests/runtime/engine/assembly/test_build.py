@@ -36,9 +36,14 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = save_model("llama3-rope", tmp_path_factory.mktemp("model"))
     save_tokenizer(directory)
     return {
-        "model": str(directory), "device": "cpu", "dtype": "float32", "memory_gib": 0.01,
-        "linear_backend": "plain", "attention_backend": "torch", "lora_backend": "torch",
-    }  # fmt: skip
+        "model": str(directory),
+        "device": "cpu",
+        "dtype": "float32",
+        "memory_gib": 0.01,
+        "linear_backend": "plain",
+        "attention_backend": "torch",
+        "lora_backend": "torch",
+    }
 
 
 def attention_functions() -> set[str]:
@@ -109,9 +114,7 @@ def test_a_small_model_takes_what_it_can_need_and_says_so(
     assert planned_bytes[1] - planned_bytes[0] == pytest.approx(9 << 20, rel=0.05)
 
 
-def test_a_start_removes_what_the_dead_left_and_nothing_of_the_living(
-    options: dict[str, Any],
-) -> None:
+def test_a_start_removes_what_the_dead_left_and_nothing_of_the_living(options: dict[str, Any]) -> None:
     with half_made_segment() as left, half_made_segment() as living:
         assert {left.name, living.name} <= set(os.listdir("/dev/shm"))
         left.creator.kill()
@@ -139,9 +142,7 @@ def test_a_failed_start_leaves_nothing(
     assert not residue.found()
 
 
-def test_an_adapter_that_was_named_must_be_servable(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_adapter_that_was_named_must_be_servable(options: dict[str, Any], tmp_path: Path) -> None:
     residue = Residue()
     with pytest.raises(Exception, match="adapter 'x'"):
         Engine(**options, lora_modules=(f"x={tmp_path}",))
@@ -298,9 +299,13 @@ def expected(options: dict[str, Any], adapters: dict[str, Path]) -> list[list[in
     ids=["nothing kept", "copied", "copied from a small arena", "copied packed"],
 )
 def test_adapters_answer_the_same_and_leave_nothing(
-    options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
-    way: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path,
-) -> None:  # fmt: skip
+    options: dict[str, Any],
+    adapters: dict[str, Path],
+    expected: list[list[int]],
+    way: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
     """With copies of adapters, in all ways."""
     if "link_gib_per_s" in way:
         way = {**way, "profile": profile_of({**options, **way}, tmp_path)}
@@ -334,9 +339,13 @@ def test_adapters_have_memory_of_their_own_where_it_is_planned(
 
 
 def test_without_a_profile_requests_wait_for_their_adapters(
-    options: dict[str, Any], adapters: dict[str, Path], expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    options: dict[str, Any],
+    adapters: dict[str, Path],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def fail(*arguments: object) -> None:
         raise RuntimeError("the profiler has a bug")
 

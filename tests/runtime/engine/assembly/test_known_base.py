@@ -61,9 +61,7 @@ def test_another_type_or_place_is_another_question(
     assert len(built) == 3
 
 
-def test_a_changed_configuration_counts(
-    source: ModelSource, tmp_path: Path, built: list[str]
-) -> None:
+def test_a_changed_configuration_counts(source: ModelSource, tmp_path: Path, built: list[str]) -> None:
     kept, path = tmp_path / "kept", Path(source.path) / "config.json"
     layers = {target.layer for target in known_base(source, "auto", kept).target_map.targets}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
@@ -72,9 +70,7 @@ def test_a_changed_configuration_counts(
     assert len(built) == 2
 
 
-def test_changed_code_of_the_model_counts(
-    source: ModelSource, tmp_path: Path, built: list[str]
-) -> None:
+def test_changed_code_of_the_model_counts(source: ModelSource, tmp_path: Path, built: list[str]) -> None:
     kept = tmp_path / "kept"
     names = [Path(path).name for path in known_base(source, "auto", kept).code]
     assert {"modeling_llama.py", "configuration_llama.py", "targets.py"} <= set(names)

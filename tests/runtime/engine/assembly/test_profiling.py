@@ -22,17 +22,11 @@ from corun.runtime.machine.cores import CorePlan
 from corun.runtime.machine.facts import read_machine_facts
 from support.profiles import PROFILE, with_r_squared
 
-CONFIG = EngineConfig(
-    model=str(demo_model_path()), device="cpu", link_gib_per_s=1.0, delta_backend="numba"
-)
+CONFIG = EngineConfig(model=str(demo_model_path()), device="cpu", link_gib_per_s=1.0, delta_backend="numba")
 FACTS = read_machine_facts()
 PLACEMENT = Placement(
     CorePlan(
-        engine_cpus=(),
-        supervisor_cpus=(),
-        worker_cpus=(),
-        warnings=(),
-        reasons=("co-execution off: a test",),
+        engine_cpus=(), supervisor_cpus=(), worker_cpus=(), warnings=(), reasons=("co-execution off: a test",)
     ),
     FACTS,
     "",
@@ -107,10 +101,7 @@ def test_other_options_have_a_profile_of_their_own(loaded: assemble.LoadedModel)
     paths = {
         default_path(subject_of(config, loaded, placement, FACTS), directory)
         for config in (CONFIG, replace(CONFIG, worker_slowdown=3.0))
-        for placement in (
-            PLACEMENT,
-            replace(PLACEMENT, plan=replace(PLACEMENT.plan, worker_cpus=(1,))),
-        )
+        for placement in (PLACEMENT, replace(PLACEMENT, plan=replace(PLACEMENT.plan, worker_cpus=(1,))))
     }
     assert len(paths) == 4
 
@@ -121,9 +112,7 @@ def test_a_named_profile_must_be_there(loaded: assemble.LoadedModel, tmp_path: P
         profile_of(config, loaded)
 
 
-def test_without_a_link_there_is_what_was_saved(
-    loaded: assemble.LoadedModel, tmp_path: Path
-) -> None:
+def test_without_a_link_there_is_what_was_saved(loaded: assemble.LoadedModel, tmp_path: Path) -> None:
     assert saved_profile(CONFIG, loaded, PLACEMENT, FACTS) is None
     subject = subject_of(CONFIG, loaded, PLACEMENT, FACTS)
     profile = replace(PROFILE, subject=subject)
@@ -141,8 +130,7 @@ def test_without_a_link_there_is_what_was_saved(
 
 
 @pytest.mark.parametrize(
-    "failing",
-    ["profiles.measure.profiler.measure_profile", "gpu.device.select.make_device"],
+    "failing", ["profiles.measure.profiler.measure_profile", "gpu.device.select.make_device"]
 )
 def test_a_start_does_not_depend_on_measuring(
     loaded: assemble.LoadedModel,

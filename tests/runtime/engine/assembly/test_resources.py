@@ -42,11 +42,7 @@ def test_context_over_the_models_is_refused_with_both_numbers() -> None:
 
 
 def host_facts(
-    free_gib: float,
-    *,
-    total_gib: float = 1000.0,
-    limit_gib: float | None = None,
-    adapter_gib: float = 0.0,
+    free_gib: float, *, total_gib: float = 1000.0, limit_gib: float | None = None, adapter_gib: float = 0.0
 ) -> DeviceFacts:
     limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
     host = HostFacts(int(total_gib * GIB), limit_bytes, int(adapter_gib * GIB))
@@ -67,29 +63,15 @@ class TestTheDefaultOnACpu:
             (host_facts(200.0, adapter_gib=3.0), 67.0, "and the adapters can need"),
             (host_facts(60.0, total_gib=64.0), 32.0, "half of the machine's memory"),
             (host_facts(30.0, total_gib=64.0), 25.5, "of the free memory"),
-            (
-                host_facts(60.0, total_gib=64.0, limit_gib=40.0),
-                34.0,
-                "of the control group's limit",
-            ),
+            (host_facts(60.0, total_gib=64.0, limit_gib=40.0), 34.0, "of the control group's limit"),
             (host_facts(20.0, total_gib=64.0, limit_gib=40.0), 17.0, "of the free memory"),
             (host_facts(190.0, limit_gib=200.0), 64.0, "can need"),
             # A limit above what there is does not limit.
-            (
-                host_facts(60.0, total_gib=64.0, limit_gib=64.0),
-                32.0,
-                "half of the machine's memory",
-            ),
-            (
-                host_facts(60.0, total_gib=64.0, limit_gib=99.0),
-                32.0,
-                "half of the machine's memory",
-            ),
+            (host_facts(60.0, total_gib=64.0, limit_gib=64.0), 32.0, "half of the machine's memory"),
+            (host_facts(60.0, total_gib=64.0, limit_gib=99.0), 32.0, "half of the machine's memory"),
         ],
     )
-    def test_is_the_smallest(
-        self, of_machine: DeviceFacts, expected_gib: float, reason: str
-    ) -> None:
+    def test_is_the_smallest(self, of_machine: DeviceFacts, expected_gib: float, reason: str) -> None:
         plan = plan_memory(EngineConfig(), of_machine, 4096)
         assert plan.capacity_bytes == pytest.approx(expected_gib * GIB, abs=1)
         assert reason in plan.reason

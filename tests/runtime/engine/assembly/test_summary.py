@@ -7,11 +7,21 @@ from corun.runtime.engine.messages import ModelInfo
 
 MIB = 2**20
 INFO = ModelInfo(
-    name="models/base", dtype="bfloat16", device="cpu", max_model_len=2048, vocab_size=100,
-    eos_token_ids=(2,), default_sampling={}, kv_capacity_tokens=4096, memory_bytes=10 * MIB,
-    max_num_waiting=10, model_path="models/base",
-    device_choices={"sync": "host", "link": "16 GiB/s + 10 us"}, backends={}, summary=(),
-)  # fmt: skip
+    name="models/base",
+    dtype="bfloat16",
+    device="cpu",
+    max_model_len=2048,
+    vocab_size=100,
+    eos_token_ids=(2,),
+    default_sampling={},
+    kv_capacity_tokens=4096,
+    memory_bytes=10 * MIB,
+    max_num_waiting=10,
+    model_path="models/base",
+    device_choices={"sync": "host", "link": "16 GiB/s + 10 us"},
+    backends={},
+    summary=(),
+)
 
 
 def adapter(name: str, rank: int, mib: int, state: str = "ready") -> AdapterInfo:
@@ -19,9 +29,7 @@ def adapter(name: str, rank: int, mib: int, state: str = "ready") -> AdapterInfo
 
 
 def test_names_everything_a_user_needs() -> None:
-    lines = summary_lines(
-        INFO, [adapter("a", 8, 4), adapter("b", 64, 5)], {"LoRA": "numba"}, "on CPU 3"
-    )
+    lines = summary_lines(INFO, [adapter("a", 8, 4), adapter("b", 64, 5)], {"LoRA": "numba"}, "on CPU 3")
     text = "\n".join(lines)
     for part in (
         "models/base",

@@ -20,9 +20,7 @@ def adapter(name: str, num_bytes: int = 100) -> Item:
     return Item(name, num_bytes, is_adapter=True)
 
 
-@pytest.mark.parametrize(
-    ("weights", "expected"), [(FREQUENCY, "cab"), (RECENCY, "bca"), (SIZE, "abc")]
-)
+@pytest.mark.parametrize(("weights", "expected"), [(FREQUENCY, "cab"), (RECENCY, "bca"), (SIZE, "abc")])
 def test_each_part_alone(weights: tuple[float, float, float], expected: str) -> None:
     policy = ChameleonMemoryPolicy(weights)
     a, b, c = adapter("a", 10), adapter("b", 20), adapter("c", 30)

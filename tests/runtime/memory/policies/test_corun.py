@@ -128,9 +128,7 @@ def test_a_block_that_becomes_a_leaf_late_is_as_old_as_its_prefix() -> None:
     ("share", "cost_s", "first"),
     [(0.4, 0.39, "once"), (0.4, 0.41, "new"), (0.0, 0.049, "once"), (0.0, 0.051, "new")],
 )
-def test_a_new_block_is_worth_as_much_as_others_were_found(
-    share: float, cost_s: float, first: str
-) -> None:
+def test_a_new_block_is_worth_as_much_as_others_were_found(share: float, cost_s: float, first: str) -> None:
     policy = CorunMemoryPolicy(facts_of(kv_reuse_share=share))
     new, found = Item("new"), Item("found", cost_s=0.1)
     once = Item("once", is_adapter=True, cost_s=cost_s)

@@ -26,11 +26,7 @@ _MOONCAKE_ROWS = (
 )
 _HASHED = '{"timestamp": 30000, "input_length": 7, "output_length": 5, "hash_ids": %s}'
 _MAF = "invocations_per_function_md.anon.d01.csv"
-_MAF_ROWS = (
-    "HashOwner,HashApp,HashFunction,Trigger,1,2,3",
-    "o,a,f,http,0,1,0",
-    "o,a,g,queue,4,0,2",
-)
+_MAF_ROWS = ("HashOwner,HashApp,HashFunction,Trigger,1,2,3", "o,a,f,http,0,1,0", "o,a,g,queue,4,0,2")
 
 
 def write(path: Path, lines: Sequence[str]) -> None:
@@ -70,8 +66,12 @@ def test_mooncakes_sessions_are_those_of_the_second_block(tmp_path: Path) -> Non
     assert trace.session.tolist() == [14, 7, 14]
     assert trace.hash_ids == ((0, 14), (7,), (0, 14, 15))
     hashes = [row["hash_ids"] for row in _MOONCAKE_ROWS]
-    columns = {"arrival_s": [0.0, 3.0, 3.0], "prompt_tokens": [700, 100, 1300],
-               "output_tokens": [52, 26, 9], "hash_ids": hashes}  # fmt: skip
+    columns = {
+        "arrival_s": [0.0, 3.0, 3.0],
+        "prompt_tokens": [700, 100, 1300],
+        "output_tokens": [52, 26, 9],
+        "hash_ids": hashes,
+    }
     write_parquet(tmp_path / "parquet/mooncake_conversation.parquet", columns)
     assert read_mooncake(tmp_path / "parquet").hash_ids == trace.hash_ids
 
@@ -205,9 +205,7 @@ def test_lora_ids_leave_out_requests_without_one(tmp_path: Path) -> None:
         (_MAF_ROWS[:1], "holds no request"),
     ],
 )
-def test_what_is_wrong_with_counts_is_said(
-    tmp_path: Path, lines: Sequence[str], error: str
-) -> None:
+def test_what_is_wrong_with_counts_is_said(tmp_path: Path, lines: Sequence[str], error: str) -> None:
     write(tmp_path / _MAF, lines)
     with pytest.raises(TraceError, match=error):
         read_maf(tmp_path)
@@ -229,9 +227,7 @@ _LENGTHS = json.dumps({"0": {"input_tokens": "{9: 1.0}", "output_tokens": "{5: 1
         ("0,1.0,2.5,Gamma,0.16,6.25", "{}", "has no input_tokens"),
     ],
 )
-def test_what_is_wrong_with_clients_is_said(
-    tmp_path: Path, window: str, lengths: str, error: str
-) -> None:
+def test_what_is_wrong_with_clients_is_said(tmp_path: Path, window: str, lengths: str, error: str) -> None:
     write(tmp_path / "m-small/chunk-0-trace.csv", (window,))
     write(tmp_path / "m-small/chunk-0-dataset.json", (lengths,))
     with pytest.raises(TraceError, match=error):

@@ -98,8 +98,5 @@ def test_without_any_demand_adapters_are_spread_by_bytes() -> None:
     demand = [adapter(f"a{i}", rank, 0.0) for i, rank in enumerate(RANKS * 4)]
     for placement in (LoraServePlacement(CAPACITY), LoraServePaperPlacement(CAPACITY)):
         plan = placement.plan(demand, servers(4), {})
-        sizes = [
-            sum(one.num_bytes for one in demand if f"s{i}" in plan.shares[one.name])
-            for i in range(4)
-        ]
+        sizes = [sum(one.num_bytes for one in demand if f"s{i}" in plan.shares[one.name]) for i in range(4)]
         assert max(sizes) - min(sizes) <= 128

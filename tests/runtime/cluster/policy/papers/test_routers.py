@@ -28,9 +28,7 @@ def _homes(router: LoraServeRouter, number: int) -> list[ServerId]:
 
 @pytest.mark.parametrize("is_as_printed", [False, True])
 def test_each_server_gets_its_share(is_as_printed: bool) -> None:
-    homes: Counter[str] = Counter(
-        _homes(_router({_S0: 0.7, _S1: 0.3}, is_as_printed=is_as_printed), 1000)
-    )
+    homes: Counter[str] = Counter(_homes(_router({_S0: 0.7, _S1: 0.3}, is_as_printed=is_as_printed), 1000))
     assert set(homes) == {"s0", "s1"}
     assert homes["s0"] == pytest.approx(700, abs=50)
 

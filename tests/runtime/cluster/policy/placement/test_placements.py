@@ -80,11 +80,7 @@ def check(
 @pytest.mark.parametrize("name", OURS)
 @given(demand=demands(), later=demands(), num_servers=st.integers(1, 6), data=st.data())
 def test_contract(
-    name: str,
-    demand: list[AdapterDemand],
-    later: list[AdapterDemand],
-    num_servers: int,
-    data: st.DataObject,
+    name: str, demand: list[AdapterDemand], later: list[AdapterDemand], num_servers: int, data: st.DataObject
 ) -> None:
     """Each adapter has a server, stores are not exceeded, and equal demand moves nothing."""
     room = 6000 if name != "everywhere" else 20_000
@@ -98,26 +94,20 @@ def test_contract(
     assert make(name).plan(demand, servers, {}) == first
     # Other adapters, other demand, and a server less.
     alive = servers[data.draw(st.integers(0, num_servers - 1)) :]
-    before = {
-        name: row for name, row in first.shares.items() if name in {one.name for one in later}
-    }
+    before = {name: row for name, row in first.shares.items() if name in {one.name for one in later}}
     check(placement.plan(later, alive, before), later, alive, before)
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_more_than_there_is_room_for(name: str) -> None:
-    demand = [
-        AdapterDemand(name=f"a{i}", rank=8, num_bytes=60, tokens_per_s=float(i)) for i in range(3)
-    ]
+    demand = [AdapterDemand(name=f"a{i}", rank=8, num_bytes=60, tokens_per_s=float(i)) for i in range(3)]
     with pytest.raises(ConfigError, match=r"60 bytes, and no server's store has so much room"):
         make(name).plan(demand, servers_of(100, 100), {})
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_small_server_gets_what_it_can_hold(name: str) -> None:
-    demand = [
-        AdapterDemand(name=f"a{i}", rank=8, num_bytes=50, tokens_per_s=100.0) for i in range(4)
-    ]
+    demand = [AdapterDemand(name=f"a{i}", rank=8, num_bytes=50, tokens_per_s=100.0) for i in range(4)]
     plan = make(name).plan(demand, servers_of(60, 1000), {})
     check(plan, demand, servers_of(60, 1000), {})
 

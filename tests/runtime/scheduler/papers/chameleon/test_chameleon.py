@@ -18,9 +18,7 @@ class Scripted:
 
     def __init__(self, *, is_as_printed: bool = False, **facts: float) -> None:
         settings = {"capacity_tokens": 200, **facts}
-        self.policy = ChameleonPolicy(
-            facts_for(**settings), refresh_s=1000.0, is_as_printed=is_as_printed
-        )
+        self.policy = ChameleonPolicy(facts_for(**settings), refresh_s=1000.0, is_as_printed=is_as_printed)
         self.now_s = 0.0
         self.num_arrived = 0
         self.running: list[Request] = []
@@ -171,9 +169,7 @@ def test_nobody_passes_a_head_that_lacks_quota_or_kv() -> None:
     assert room.admit() == []
 
 
-def squashing_room(
-    *, prompt: int = 90, is_as_printed: bool = False
-) -> tuple[Scripted, Request, Request]:
+def squashing_room(*, prompt: int = 90, is_as_printed: bool = False) -> tuple[Scripted, Request, Request]:
     """A request predicted to end in 5 s has passed a head that waits for 90 tokens."""
     room = Scripted(is_as_printed=is_as_printed, capacity_tokens=400)
     running = room.arrive(prompt=80, predicted=20)

@@ -22,9 +22,7 @@ SMALL, LARGE, HUGE = (10, 10, 100), (100, 100, 1000), (200, 200, 2000)
 
 def request_of(sizes: Sizes, request_id: int = 1) -> Request:
     prompt, output, num_bytes = sizes
-    request = make_request(
-        request_id, prompt=prompt, adapter_id=AdapterId(1), adapter_bytes=num_bytes
-    )
+    request = make_request(request_id, prompt=prompt, adapter_id=AdapterId(1), adapter_bytes=num_bytes)
     request.num_predicted_output_tokens = output
     return request
 

@@ -93,9 +93,7 @@ def test_a_refresh_charges_those_who_run_to_their_new_queues() -> None:
         max_size=50,
     )
 )
-def test_all_that_is_held_is_charged_and_comes_back(
-    acts: list[tuple[str, int, int, set[int]]],
-) -> None:
+def test_all_that_is_held_is_charged_and_comes_back(acts: list[tuple[str, int, int, set[int]]]) -> None:
     quotas = [40, 100, 160]
     holdings = Holdings(quotas, bytes_per_token=10, output_share=1.0)
     requests = [make(index, prompt=3 * index + 1, adapter=index % 4) for index in range(10)]
@@ -104,9 +102,7 @@ def test_all_that_is_held_is_charged_and_comes_back(
         request = requests[index]
         if act == "start" and index not in running:
             queue = number % 3
-            holdings.start(
-                request, queue, sorted(lenders - {queue}), 0.0, is_all_lent=bool(number % 2)
-            )
+            holdings.start(request, queue, sorted(lenders - {queue}), 0.0, is_all_lent=bool(number % 2))
             running[index] = request
         elif act == "stop" and index in running:  # ended, preempted or squashed
             assert holdings.stop(running.pop(index)).request is request

@@ -30,9 +30,7 @@ def test_no_other_clusters_are_better(numbers: list[int], max_clusters: int) -> 
         assert list(clustering.centroids) == sorted(clustering.centroids)
         queues = np.searchsorted(clustering.cutoffs, values, side="right")
         assert set(queues) == set(range(num_clusters)), "a queue is empty"
-        centres = np.array(
-            [np.mean(np.array(values)[queues == queue]) for queue in sorted(set(queues))]
-        )
+        centres = np.array([np.mean(np.array(values)[queues == queue]) for queue in sorted(set(queues))])
         assert centres == pytest.approx(np.array(clustering.centroids))
 
 

@@ -38,10 +38,7 @@ def test_one_queue_has_everything() -> None:
     assert assign_quotas([load(1100, 1.0)], 1000, has_floor=True).tokens == (1000,)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 250), st.floats(0, 5000)), min_size=1, max_size=4),
-    st.booleans(),
-)
+@given(st.lists(st.tuples(st.integers(1, 250), st.floats(0, 5000)), min_size=1, max_size=4), st.booleans())
 def test_quotas_are_all_there_is_and_hold_the_largest(
     loads: list[tuple[int, float]], has_floor: bool
 ) -> None:
@@ -77,9 +74,7 @@ def test_loans_come_from_all_lenders_and_go_back_to_them() -> None:
         max_size=40,
     )
 )
-def test_nothing_is_lost_or_spent_twice(
-    acts: list[tuple[int, int, int, set[int], bool]],
-) -> None:
+def test_nothing_is_lost_or_spent_twice(acts: list[tuple[int, int, int, set[int], bool]]) -> None:
     ledger = QuotaLedger([50, 120, 230])
     held: dict[int, int] = {}
     for request_id, queue, num_tokens, lenders, is_all_lent in acts:
