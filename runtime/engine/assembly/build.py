@@ -431,9 +431,8 @@ def _connect(
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.close)
         is_cuda = loaded.model.device.type == "cuda"
-        slab_bytes = memory.slab_bytes if is_cuda else None  # on the CPU only an account
-        host = make_host_adapters(config, loaded, arena, slab_bytes, profile)
-        if is_cuda:  # the account excludes the buffers of loads
+        host = make_host_adapters(config, loaded, arena, memory.slab_bytes if is_cuda else None, profile)
+        if is_cuda:  # on the CPU the slab is only an account; here it excludes the buffers of loads
             memory = replace(memory, slab_bytes=host.slab_bytes)
         undo.callback(host.close)
         manager = make_manager(config, host, given.tokens, cpus)
