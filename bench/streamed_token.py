@@ -86,6 +86,7 @@ def tell_tokens(sock: socket.socket, model: str, num_streams: int) -> None:
         dtype="none",
         device="none",
         max_model_len=4096,
+        max_num_batched_tokens=512,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(2,),
         default_sampling={},

@@ -167,9 +167,9 @@ class LoadedModel:
     fused_kernels_name: str
     decode_graphs: str  # a choice of ``replay.select``
     weights: Weights
-    # Tokens up to which packed rows are exact; None = up to the model's context length.
-    max_exact_len: int | None  # per request
-    max_step_tokens: int | None  # per step
+    # Tokens of a request up to which packed rows are exact; None = up to the context length.
+    max_exact_len: int | None
+    max_step_tokens: int  # --max-num-batched-tokens, as far as packed rows are exact
     recompute_at_tokens: int | None
     threads: AdaptiveThreads | None = None  # of a CPU, once ``probe`` has chosen them
 
@@ -298,7 +298,7 @@ def equip(
         decode_graphs=select_decode_graphs(config.decode_graphs, names),
         weights=weights,
         max_exact_len=least(rope_max_length(model), record.max_chunk_len),
-        max_step_tokens=None,
+        max_step_tokens=config.step_tokens(where.type),
         recompute_at_tokens=rope_recompute_length(model),
     )
 

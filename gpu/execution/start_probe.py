@@ -93,7 +93,7 @@ def _limited(loaded: LoadedModel, config: EngineConfig, kept: Path | None) -> Lo
     """``loaded`` with the limit that its thresholds set. Raises ``ModelError``."""
     made_for = getattr(loaded.config, "max_position_embeddings", None)
     longest = least(loaded.max_exact_len, made_for, config.max_model_len)
-    max_tokens = max(longest or _ANY_LENGTH, config.max_num_batched_tokens)
+    max_tokens = max(longest or _ANY_LENGTH, loaded.max_step_tokens)
     verdict = judge_thresholds(loaded.model, max_tokens, None if kept is None else kept / "verdicts")
     name = describe(loaded.model.config)
     if verdict.outcome == "wrong":
@@ -120,7 +120,8 @@ def _limited(loaded: LoadedModel, config: EngineConfig, kept: Path | None) -> Lo
             verdict.reason,
         )
         limit = least(loaded.max_exact_len, verdict.num_tokens)
-        return replace(loaded, max_exact_len=limit, max_step_tokens=verdict.num_tokens)
+        max_tokens = min(loaded.max_step_tokens, verdict.num_tokens)
+        return replace(loaded, max_exact_len=limit, max_step_tokens=max_tokens)
     if longest != least(made_for, config.max_model_len):
         _LOG.warning(
             "%s: requests are limited to %s tokens, because corun does not support what begins "

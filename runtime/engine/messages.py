@@ -121,6 +121,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     device: str
     max_model_len: int
+    max_num_batched_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float]  # from generation_config.json

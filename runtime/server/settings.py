@@ -32,7 +32,6 @@ class AppSettings:
     allowed_lora_dirs: Sequence[str] = ()  # directories that adapters are loaded from; empty = any
     block_size: int = 16  # tokens
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
     version: str = "unknown"
 
     @classmethod
@@ -57,7 +56,6 @@ class AppSettings:
             allowed_lora_dirs=serve_config.allowed_lora_dirs,
             block_size=engine_config.block_size,
             max_num_seqs=engine_config.max_num_seqs,
-            max_num_batched_tokens=engine_config.max_num_batched_tokens,
             version=__version__,
         )
 

@@ -93,7 +93,7 @@ class StateRoutes:
             base_fingerprint=info.base_fingerprint,
             dtype=info.dtype,
             max_model_len=info.max_model_len,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             block_size=settings.block_size,
             adapter_bytes_per_rank=info.adapter_bytes_per_rank,

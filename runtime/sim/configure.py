@@ -134,6 +134,7 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
     except ProfileError as error:
         raise ConfigError(str(error)) from error
     shape = profile.subject.shape
+    device_type = "cpu" if profile.subject.machine.device == "cpu" else "cuda"
     return SimulatedMachine(
         name=_title(profile),
         model=profile.model,
@@ -145,9 +146,9 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
         ),
         file_bytes_per_s=_FILE_BYTES_PER_S,
         block_size=config.block_size,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.step_tokens(device_type),
         max_num_seqs=config.max_num_seqs,
-        separate_assisted_rows=profile.subject.machine.device == "cuda",
+        separate_assisted_rows=device_type == "cuda",
         max_rank=max(budget.rank for budget in profile.budgets),
     )
 

@@ -348,6 +348,7 @@ def model_info(model_path: str) -> ModelInfo:
         dtype="float32",
         device="cpu",
         max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=512,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS_ID,),
         default_sampling={},

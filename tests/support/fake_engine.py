@@ -177,6 +177,7 @@ class FakeEngine:
             dtype="float32",
             device="cpu",
             max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=512,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(0,),
             default_sampling=self.default_sampling,

@@ -292,6 +292,7 @@ def _model_info(config: EngineConfig, name: str, machine: SimulatedMachine) -> M
         dtype="float32",
         device="latency",
         max_model_len=min(num_tokens, 1 << 15),
+        max_num_batched_tokens=machine.max_num_batched_tokens,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(END_TOKEN,),
         default_sampling={},

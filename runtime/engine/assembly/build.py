@@ -305,9 +305,6 @@ def _build(
             max_threads=placement.machine.num_threads if may_choose else None,
             owns_torch=owns_torch,
         )
-        if loaded.max_step_tokens is not None:
-            num_tokens = min(config.max_num_batched_tokens, loaded.max_step_tokens)
-            config = replace(config, max_num_batched_tokens=num_tokens)
         measured = _measured(config, loaded, placement, facts, on_progress)
         assembly = _connect(
             config,
@@ -522,6 +519,7 @@ def _model_info(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.model.device),
         max_model_len=memory.max_model_len,
+        max_num_batched_tokens=loaded.max_step_tokens,
         vocab_size=int(loaded.config.vocab_size),
         eos_token_ids=defaults.eos_token_ids,
         base_fingerprint=fingerprint,

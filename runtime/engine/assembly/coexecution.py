@@ -110,7 +110,7 @@ def start_coexecution(
         return Coexecution(
             assistant,
             _cold_starts(config, profile.model, num_workers),
-            min(config.max_assisted_tokens_per_step, config.max_num_batched_tokens),
+            min(config.max_assisted_tokens_per_step, loaded.max_step_tokens),
             _MAX_COLD_ROWS,
             CpuWorkerStats if workers is None else workers.stats,
             profile,

@@ -219,7 +219,7 @@ def _measure(
             device=device,
             subject=subject,
             effort=effort,
-            max_tokens=max(_MIN_TOKENS, min(config.max_num_batched_tokens, max_context)),
+            max_tokens=max(_MIN_TOKENS, min(loaded.max_step_tokens, max_context)),
             max_context=max(_MIN_TOKENS, max_context),
             worker_cpus=plan.worker_cpus,
             supervisor_cpus=plan.supervisor_cpus,

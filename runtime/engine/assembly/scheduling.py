@@ -40,10 +40,10 @@ def make_scheduler(
     """
     own = own_policies or OwnPolicies()
     block_bytes = loaded.layout.block_bytes
-    times = _step_times(config, coexecution)
+    times = _step_times(loaded.max_step_tokens, coexecution)
     memory = _make_memory(config, loaded, plan, host, times, coexecution, own)
     scheduler_config = SchedulerConfig(
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=loaded.max_step_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=plan.max_model_len,
         block_size=config.block_size,
@@ -110,15 +110,15 @@ def _make_memory(
     return make_device_memory(
         sizes,
         own.memory or config.memory_policy,
-        ReloadCosts(times, config.block_size, config.max_num_batched_tokens, link, is_assisted=is_assisted),
+        ReloadCosts(times, config.block_size, loaded.max_step_tokens, link, is_assisted=is_assisted),
         host,
         None if coexecution is None else coexecution.cold_starts.transfers,
         keeps_prefixes=config.prefix_cache == "on",
     )
 
 
-def _step_times(config: EngineConfig, coexecution: "Coexecution | None") -> StepTimes:
+def _step_times(max_tokens: int, coexecution: "Coexecution | None") -> StepTimes:
     """Return the predictions of steps for policies: the profile's, if one is loaded."""
     if coexecution is None:
-        return LearnedTimes(config.max_num_batched_tokens)
-    return ProfiledTimes(coexecution.profile.model, config.max_num_batched_tokens)
+        return LearnedTimes(max_tokens)
+    return ProfiledTimes(coexecution.profile.model, max_tokens)

@@ -52,6 +52,11 @@ def test_wrong_values_name_flag_value_and_limit(name: str, value: Any, message: 
         EngineConfig(**{name: value})
 
 
+def test_the_tokens_of_a_step_depend_on_the_device() -> None:
+    assert [EngineConfig().step_tokens(device) for device in ("cpu", "cuda")] == [512, 2048]
+    assert EngineConfig(max_num_batched_tokens=1).step_tokens("cuda") == 1
+
+
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_port_has_a_range(port: int) -> None:
     with pytest.raises(ConfigError, match=f"--port is {port}"):

@@ -179,8 +179,9 @@ class Client:
         self.on_message = on_message
         self.generating = {}
         return Ready(ModelInfo(
-            name="words", dtype="float32", device="cpu", max_model_len=1 << 30, vocab_size=3,
-            eos_token_ids=(0,), default_sampling={}, kv_capacity_tokens=1, memory_bytes=1,
+            name="words", dtype="float32", device="cpu", max_model_len=1 << 30,
+            max_num_batched_tokens=512, vocab_size=3, eos_token_ids=(0,),
+            default_sampling={}, kv_capacity_tokens=1, memory_bytes=1,
             max_num_waiting=1, model_path="words", device_choices={}, backends={},
             summary=("a summary of the model",),
         ), (), MachineReport(LearnedTimes(1).machine_model(), 1e8, 1, is_measured=False),

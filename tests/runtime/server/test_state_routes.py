@@ -207,5 +207,6 @@ def test_the_profile(http: httpx.Client, engine: FakeEngine, is_measured: bool) 
     engine.machine = MachineReport(PROFILE.model, 5e8, 64, is_measured)
     profile = msgspec.json.decode(http.get("/v1/profile").content, type=EngineProfile)
     assert profile.machine == PROFILE.model
+    assert profile.max_num_batched_tokens == engine.get_model_info().max_num_batched_tokens
     assert (profile.file_bytes_per_s, profile.is_measured) == (5e8, is_measured)
     assert (profile.dtype, profile.max_num_seqs, profile.block_size) == ("float32", 256, 16)

@@ -11,6 +11,7 @@ INFO = ModelInfo(
     dtype="bfloat16",
     device="cpu",
     max_model_len=2048,
+    max_num_batched_tokens=512,
     vocab_size=100,
     eos_token_ids=(2,),
     default_sampling={},
