@@ -3,7 +3,7 @@
 Runs the product's executor over fake CUDA tensors of a model's real size
 (`tests/support/triton/counting.py`): 32 rows with a context of 512 tokens, with and without
 adapters of ranks 8 to 64, and several ways of sampling. Needs Triton and a C++ compiler. A count is
-no time: a GPU's own figures come from `gpu_check.py`. The last line is JSON.
+no time: a GPU's own figures come from `python -m corun.gpu.check`. The last line is JSON.
 
     python bench/cuda_counts.py [--model llama3-8b --model gemma2-9b]
 """

@@ -1,7 +1,7 @@
 """The CUDA device: streams and events of torch, words by the faster mechanism that works here.
 
 Not yet run on a GPU. Documented behaviour of CUDA is assumed; undocumented behaviour is tested by
-the probes (``cuda_probe``) and by ``bench/gpu_check.py``. Everything else is tested on streams that
+the probes (``cuda_probe``) and by ``gpu.check``. Everything else is tested on streams that
 are threads.
 
 While a wait is outstanding, no call may wait for the whole device. So streams and events are made

@@ -7,7 +7,7 @@ codes to exceptions that name the call.
 The driver's documentation guarantees: a write is preceded by a memory fence over its stream's
 earlier work; a wait without flags is the cyclic comparison of ``Word``; both take device addresses,
 which for registered memory come from ``cuMemHostGetDevicePointer``. Whether the fence covers copies
-to host memory, as seen by another process, is tested by ``bench/gpu_check.py``.
+to host memory, as seen by another process, is tested by ``gpu.check``.
 """
 
 from importlib import metadata

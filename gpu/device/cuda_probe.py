@@ -1,7 +1,7 @@
 """Probes a mechanism to copy, to signal and to wait before it is used.
 
 A probe detects what is refused, missing or plainly wrong. It does not prove ordering:
-``bench/gpu_check.py`` tests that in many rounds. Values include wrap-around, and a payload written
+``gpu.check`` tests that in many rounds. Values include wrap-around, and a payload written
 just before each flag must be visible after it. Memory is written again after it was mapped, because
 some machines accept a registration and then give the device a copy.
 """

@@ -76,6 +76,16 @@ _ALLOWED_IMPORTS = {
         "runtime.kept_records",
         "runtime.whole_file",
     ),
+    # A program: how its processes begin and end, and what they return.
+    "gpu/check": (
+        "gpu",
+        "shm",
+        "cpu_workers.process_life",
+        "runtime.config",
+        "runtime.errors",
+        "runtime.exit_codes",
+        "runtime.whole_file",
+    ),
     "cpu_workers": ("cpu_workers", "shm"),
     "shm": ("shm",),
     "profiles": ("profiles",),
