@@ -23,7 +23,8 @@ class QuantizedWeight:
 
     codes: [out, in], int8 from -127 to 127 for 8 bits, uint8 from 0 to 15 for 4.
     scales: float32 [out, groups]; may be negative, and zero if the group is all zeros.
-    zero_points: uint8 [out, groups], 0 to 15, only for 4 bits; None = 8 everywhere.
+    zero_points: uint8 [out, groups], 0 to 15, only for 4 bits, beside scales whose lowest 4 bits
+        are zero; None = 8 everywhere.
     levels: what codes of 4 bits name; None = they are integers.
     order: int32 [in], the input of each column of codes; None = in order.
     """

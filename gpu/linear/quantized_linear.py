@@ -38,25 +38,27 @@ class PackedWeight:
 
     tag: one of ``TAGS``.
     blocks: codes and scales, uint8, of ``layout.quantized_shape``, best aligned to 64 bytes.
-    group_values: zero points or exponents, of ``layout.pack_group_values``, or None.
+    exponents: of ``layout.pack_exponents``, where the format has them.
     order: see ``QuantizedWeight``.
+    has_zero_points: each scale contains a zero point (``layout.with_zero_points``).
     """
 
     tag: np.generic
     out_features: int
     in_features: int
     blocks: np.ndarray
-    group_values: np.ndarray | None
+    exponents: np.ndarray | None = None
     order: np.ndarray | None = None
+    has_zero_points: bool = False
 
     def __post_init__(self) -> None:
         shape = layout.quantized_shape(self.out_features, self.in_features, self.tag)
         assert self.blocks.shape == shape and self.blocks.dtype == np.uint8, self.blocks.shape
         assert self.blocks.flags.c_contiguous
-        assert self.group_values is not None or not self.format.has_exponents
-        if self.group_values is not None:
-            assert self.group_values.shape == (*shape[:2], layout.quantized_panel_columns())
-            assert self.group_values.dtype == np.uint8 and self.group_values.flags.c_contiguous
+        assert (self.exponents is not None) == self.format.has_exponents
+        if self.exponents is not None:
+            assert self.exponents.shape == (*shape[:2], layout.quantized_panel_columns())
+            assert self.exponents.dtype == np.uint8 and self.exponents.flags.c_contiguous
         if self.order is not None:
             assert self.order.shape == (self.in_features,) and self.order.dtype == np.int32
             assert self.order.min() >= 0 and self.order.max() < self.in_features
@@ -78,26 +80,25 @@ class PackedWeight:
         out_features, in_features = weight.codes.shape
         shape = layout.quantized_shape(out_features, in_features, tag)
         blocks = huge_pages.zeros(math.prod(shape)).view(shape).numpy()
-        layout.pack_quantized(weight.codes, weight.scales, tag, blocks)
-        values = weight.zero_points
+        scales, zero_points, exponents = weight.scales, weight.zero_points, None
+        if zero_points is not None:
+            scales = layout.with_zero_points(scales, zero_points)
+        layout.pack_quantized(weight.codes, scales, tag, blocks)
         if layout.CODED[tag.dtype.name].has_exponents:
-            values = layout.exponents_of(weight.scales)
-        if values is not None:
-            values = layout.pack_group_values(values)
-        return cls(tag, out_features, in_features, blocks, values, weight.order)
+            exponents = layout.pack_exponents(layout.exponents_of(scales))
+        return cls(tag, out_features, in_features, blocks, exponents, weight.order, zero_points is not None)
 
     def unpacked(self, first_panel: int = 0, num_panels: int | None = None) -> QuantizedWeight:
         """The matrix before packing, or the rows of some panels of it: a copy."""
         panels = slice(first_panel, None if num_panels is None else first_panel + num_panels)
         out_features = self.out_features - first_panel * layout.quantized_panel_columns()
         codes, scales = layout.unpack_quantized(self.blocks[panels], out_features, self.tag)
-        values = self.group_values
-        if values is not None:
-            values = layout.unpack_group_values(values[panels], out_features)
-        if self.format.has_exponents:
-            assert values is not None
-            scales, values = layout.powers_of_two(values), None
-        return QuantizedWeight(self.format.bits, codes, scales, values, self.format.levels, self.order)
+        zero_points = None
+        if self.exponents is not None:
+            scales = layout.powers_of_two(layout.unpack_exponents(self.exponents[panels], out_features))
+        if self.has_zero_points:
+            scales, zero_points = layout.without_zero_points(scales)
+        return QuantizedWeight(self.format.bits, codes, scales, zero_points, self.format.levels, self.order)
 
 
 def _tag_of(weight: QuantizedWeight, *, x_bits: int) -> np.generic:
@@ -131,8 +132,9 @@ class QuantizedLinear(KernelLinear):
             (packed.out_features, packed.in_features),
             packed.blocks,
             bias,
-            packed.group_values,
+            packed.exponents,
             packed.order,
+            packed.has_zero_points,
         )
 
     @property

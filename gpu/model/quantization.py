@@ -44,8 +44,9 @@ _LOG = logging.getLogger(__name__)
 
 _WEIGHTS_AT_ONCE = 1 << 22  # converted at a time
 _CHECKED_TOKENS = 3
+_FORM = 2  # of stored matrices; another number after each change of the kernels' layout
 # Names of arrays besides that of codes, which names their kind.
-_GROUP_VALUES, _ORDER = "values of groups", "order of inputs"
+_EXPONENTS, _ORDER, _ZERO_POINTS = "exponents", "order of inputs", "has zero points"
 # Relative to the length of the matrix's row, for normal x. The worst of millions of correct
 # products is off by 0.05 with x in 8 bits; one that lacks a group, by more than 1.
 _MAX_PRODUCT_ERROR = 0.1
@@ -288,7 +289,7 @@ class QuantizedLinears:
         stamps = repr(self._files.stamps())
         question = hashlib.sha256(stamps.encode()).hexdigest()
         content = cached_answer(directory, question, self._files.digest)
-        parts = (content, self._quantization.label, panel_columns(), __version__)
+        parts = (content, self._quantization.label, panel_columns(), _FORM, __version__)
         return KeptWeights(directory, hashlib.sha256(repr(parts).encode()).hexdigest())
 
     def _check_products(self, path: str, packed: PackedWeight, weight: QuantizedWeight) -> None:
@@ -349,15 +350,23 @@ def _inside_layers(skeleton: PreTrainedModel, linears: Mapping[str, nn.Linear]) 
 
 def _arrays(packed: PackedWeight) -> dict[str, np.ndarray]:
     arrays = {packed.name: packed.blocks}
-    if packed.group_values is not None:
-        arrays[_GROUP_VALUES] = packed.group_values
+    if packed.exponents is not None:
+        arrays[_EXPONENTS] = packed.exponents
     if packed.order is not None:
         arrays[_ORDER] = packed.order
+    if packed.has_zero_points:
+        arrays[_ZERO_POINTS] = np.ones(1, np.bool_)
     return arrays
 
 
 def _from_arrays(arrays: Mapping[str, np.ndarray], out_features: int, in_features: int) -> PackedWeight:
     (name,) = TAGS.keys() & arrays.keys()
     return PackedWeight(
-        TAGS[name], out_features, in_features, arrays[name], arrays.get(_GROUP_VALUES), arrays.get(_ORDER)
+        TAGS[name],
+        out_features,
+        in_features,
+        arrays[name],
+        arrays.get(_EXPONENTS),
+        arrays.get(_ORDER),
+        _ZERO_POINTS in arrays,
     )

@@ -71,7 +71,7 @@ def _groups(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Codes of 4 bits, scales and zero points of groups of 32, values."""
     blocks = matrix.unflatten(1, (-1, _BLOCK))
     low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
-    scales = (high - low).clamp(min=1e-6) / 15
+    scales = ((high - low).clamp(min=1e-6) / 15).bfloat16().float()
     zeros = (-low / scales).round().clamp(1, 15)
     codes = (blocks / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
     dense = (codes - zeros[..., None]) * scales[..., None]

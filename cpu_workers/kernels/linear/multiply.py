@@ -52,7 +52,7 @@ from .tiles import (
 
 # Fields of each matrix: see ``multiply``.
 MATRIX_FIELDS = 6
-_WEIGHTS, _BIAS, Y_FIELD, _Y_STRIDE, _NUM_UNITS, _GROUP_VALUES = range(MATRIX_FIELDS)
+_WEIGHTS, _BIAS, Y_FIELD, _Y_STRIDE, _NUM_UNITS, _SCALING = range(MATRIX_FIELDS)
 
 # By pairs.
 _BLOCK_TOKENS = 8
@@ -90,7 +90,7 @@ def _multiply_panels(
     y_stride: int,
     num_tokens: int,
     following: int,
-    group_values: int,
+    scaling: int,
 ) -> None:
     """All tokens, in blocks of ``make_blocks``, times the columns of some panels.
 
@@ -123,7 +123,7 @@ def _multiply_panels(
                 num_tokens - token - 1,
                 ahead,
                 num_blocks > 1,
-                group_values,
+                scaling,
                 panel,
             )
             token += size
@@ -148,7 +148,7 @@ def _choose_tile(
     last_token: Any,
     ahead: Any,
     is_half: Any,
-    group_values: Any,
+    scaling: Any,
     panel: Any,
 ) -> Any:
     def in_float32(
@@ -164,7 +164,7 @@ def _choose_tile(
         last_token: Any,
         ahead: Any,
         is_half: Any,
-        group_values: Any,
+        scaling: Any,
         panel: Any,
     ) -> Any:
         wide_product(size, tile, own_panel_bytes, x, steps, bias, y, y_stride, last_token, ahead, is_half)
@@ -182,12 +182,12 @@ def _choose_tile(
         last_token: Any,
         ahead: Any,
         is_half: Any,
-        group_values: Any,
+        scaling: Any,
         panel: Any,
     ) -> Any:
-        own_group_values = group_values
-        if own_group_values:
-            own_group_values += panel * (steps // chunk_steps(tag)) * _LANES
+        own_scaling = scaling
+        if own_scaling:
+            own_scaling += panel * (steps // chunk_steps(tag)) * _LANES
         quantized_product(
             tag,
             size,
@@ -201,7 +201,7 @@ def _choose_tile(
             last_token,
             ahead,
             is_half,
-            own_group_values,
+            own_scaling,
         )
 
     return in_float32 if tag == types.uint16 else in_integers
@@ -316,7 +316,7 @@ def _choose_arithmetic(
     y_stride: Any,
     num_tokens: Any,
     following: Any,
-    group_values: Any,
+    scaling: Any,
 ) -> Any:
     multiply_unit = _multiply_unit_in_tiles if tag == types.int32 else _multiply_unit
 
@@ -332,7 +332,7 @@ def _choose_arithmetic(
         y_stride: Any,
         num_tokens: Any,
         following: Any,
-        group_values: Any,
+        scaling: Any,
     ) -> Any:
         group_bytes = panel_bytes(tag, steps)
         for unit in range(num_units):
@@ -361,11 +361,11 @@ def _choose_arithmetic(
         y_stride: Any,
         num_tokens: Any,
         following: Any,
-        group_values: Any,
+        scaling: Any,
     ) -> Any:
         num_panels = num_units * _UNIT_COLUMNS // _LANES
         _multiply_panels(
-            tag, weights, num_panels, x, steps, bias, y, y_stride, num_tokens, following, group_values
+            tag, weights, num_panels, x, steps, bias, y, y_stride, num_tokens, following, scaling
         )
 
     return by_units if tag in (types.int16, types.int32) else by_panels
@@ -411,9 +411,9 @@ def _multiply_share(
             following = 0
             if end < last:
                 following = int64_at(matrix + 8 * MATRIX_FIELDS, _WEIGHTS)
-            group_values = int64_at(matrix, _GROUP_VALUES)
-            if group_values:
-                group_values += own * (steps // chunk_steps(tag)) * _UNIT_COLUMNS
+            scaling = int64_at(matrix, _SCALING)
+            if scaling:
+                scaling += own * (steps // chunk_steps(tag)) * _UNIT_COLUMNS
             _multiply_units(
                 tag,
                 int64_at(matrix, _WEIGHTS) + own * unit_bytes,
@@ -426,7 +426,7 @@ def _multiply_share(
                 int64_at(matrix, _Y_STRIDE),
                 num_tokens,
                 following,
-                group_values,
+                scaling,
             )
             unit = end
         units_before += num_units
@@ -452,7 +452,7 @@ def multiply(
     matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of the result of
         ``pack_linear`` or ``pack_quantized``, of its bias, float32, of y, bfloat16; bytes from one
         token of y to the next; units of 64 columns, to which weights, bias and rows of y are
-        padded; address of the result of ``pack_group_values``, or 0.
+        padded; address of the result of ``pack_exponents``, or whether scales have zero points.
     x: address of bfloat16; x_stride: bytes from one token to the next; order: address of int32,
         the input of each column of the weights, or 0 = in order, only for ``layout.CODED``;
         steps: pairs of values in a padded row of x and of the weights.

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from ..simd.emitter import F32, I64, VECTOR_BYTES, Emitter
 from ..simd.integers import I8, Integers
 from ..simd.intrinsics import emits
-from ..simd.layout import EXPONENT_SHIFT, MIDDLE_CODE, SMALLEST_POWER, CodedFormat
+from ..simd.layout import EXPONENT_SHIFT, MIDDLE_CODE, SMALLEST_POWER, ZERO_POINT_BITS, CodedFormat
 from ..simd.products import choose
 from .rows import CODED_TAIL_BYTES, FIRST, ROW_FORMATS, SCALE, VALUE_SUM
 from .tiles import write_sums
@@ -23,14 +23,14 @@ from .tiles import write_sums
 
 @dataclass(frozen=True)
 class _Tile:
-    """One tile; panels, sums, values of groups are addresses; float32 sums are [token, panel]."""
+    """One tile; panels, x, sums are addresses; float32 sums are [token, panel]."""
 
     integers: Integers
     num_tokens: int
     panels: list[ir.Value]
     x: ir.Value
     num_groups: ir.Value
-    group_values: ir.Value  # of the first panel; 0 = there are none
+    scaling: ir.Value  # see ``quantized_product``
     sums: ir.Value
 
     @property
@@ -175,18 +175,15 @@ class _Tile:
     def _scales(self, p: int, group: ir.Value) -> ir.Value:
         emit, builder = self.emit, self.emit.builder
         if not self.format.has_exponents:
+            # A zero point in it changes a scale by less than 2**-19, y by less than its rounding.
             return emit.load(emit.offset(self.code(p, group), self.format.codes_bytes), emit.f32s)
-        bits = builder.shl(self._group_values(p, group), emit.same(EXPONENT_SHIFT))
+        number = builder.add(builder.mul(I64(p), self.num_groups), group)
+        place = emit.offset(self.scaling, number, emit.lanes)
+        exponents = builder.zext(emit.load(place, ir.VectorType(I8, emit.lanes)), emit.i32s)
+        bits = builder.shl(exponents, emit.same(EXPONENT_SHIFT))
         smallest = emit.same(SMALLEST_POWER)
         bits = builder.select(builder.icmp_unsigned(">", bits, smallest), bits, smallest)
         return builder.bitcast(bits, emit.f32s)
-
-    def _group_values(self, p: int, group: ir.Value) -> ir.Value:
-        """The bytes of a panel and a group, int32."""
-        emit, builder = self.emit, self.emit.builder
-        number = builder.add(builder.mul(I64(p), self.num_groups), group)
-        place = emit.offset(self.group_values, number, emit.lanes)
-        return builder.zext(emit.load(place, ir.VectorType(I8, emit.lanes)), emit.i32s)
 
     def begin(self) -> None:
         """Set the float32 sums to zero, or to the contribution of zero points other than 8."""
@@ -196,15 +193,17 @@ class _Tile:
                 emit.store(ir.Constant(emit.f32s, [0.0] * emit.lanes), self.sum_place(t, p))
         if self.format.bits == 8 or self.format.levels:
             return
-        are_given = builder.icmp_unsigned("!=", self.group_values, I64(0))
+        are_given = builder.icmp_unsigned("!=", self.scaling, I64(0))
         with builder.if_then(are_given), cgutils.for_range(builder, self.num_groups) as loop:
             for p in range(len(self.panels)):
                 self._add_zero_points(p, loop.index)
 
     def _add_zero_points(self, p: int, group: ir.Value) -> None:
         emit, builder = self.emit, self.emit.builder
-        missing = builder.sub(emit.same(MIDDLE_CODE), self._group_values(p, group))
-        factors = builder.fmul(builder.sitofp(missing, emit.f32s), self._scales(p, group))
+        scales = self._scales(p, group)
+        zero_points = builder.and_(builder.bitcast(scales, emit.i32s), emit.same(ZERO_POINT_BITS))
+        missing = builder.sub(emit.same(MIDDLE_CODE), zero_points)
+        factors = builder.fmul(builder.sitofp(missing, emit.f32s), scales)
         for t in range(self.num_tokens):
             of_x = emit.splat(emit.load(self.tail(t, group, VALUE_SUM), F32), emit.lanes)
             before = emit.load(self.sum_place(t, p), emit.f32s)
@@ -223,19 +222,20 @@ class _Tile:
     "last_token",
     "ahead",
     "is_half",
-    "group_values",
+    "scaling",
     is_half=types.boolean,
 )
 def quantized_product(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], by codes.
 
     For ``num_tokens`` and the number of panels in ``rows.ROW_FORMATS``. x: address of the block
-    made by ``rows.make_blocks``. group_values: address of those of the first panel; 0 = there are
-    none. The other arguments are those of ``tiles.wide_product``.
+    made by ``rows.make_blocks``. scaling: address of the exponents of the first panel, or where the
+    format has none, whether scales have zero points (0 = no). The other arguments are those of
+    ``tiles.wide_product``.
     """
     integers = Integers(emit)
     emit, builder = integers.emit, emit.builder
-    num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half, octets = args
+    num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half, scaling = args
     num_groups = builder.sdiv(steps, I64(integers.format.group_size // 2))
     panels_of = ROW_FORMATS[emit.tag.name].panels_of
     most = max(size * panels for size, panels in panels_of.items())
@@ -244,7 +244,7 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
 
     def emit_tile(size: int, *, is_half: bool) -> None:
         panels = [emit.row(weights, panel_bytes, p) for p in range(panels_of[size])]
-        tile = _Tile(integers, size, panels, x, num_groups, octets, sums)
+        tile = _Tile(integers, size, panels, x, num_groups, scaling, sums)
         tile.begin()
         prefetch = _prefetch_ahead(tile, ahead, is_half=is_half)
         with cgutils.for_range(builder, num_groups) as loop:

@@ -27,8 +27,9 @@ each vector register's worth of float32:
   [group / 8, lanes, 4], with the first four values of eight in the low halves, and the others in
   the high halves; scales float32 [lanes]
 
-The values of groups are uint8 [out / lanes, in / group, lanes]: zero points of 4 bits, if they are
-not 8 everywhere, or the exponents of ``MXFP4``, which has no scales in its blocks.
+Zero points of 4 bits, if they are not 8 everywhere, lie in the lowest bits of the scales, which are
+zero in scales that had 16 bits. ``MXFP4`` has no scales in its blocks, but exponents beside them:
+uint8 [out / lanes, in / group, lanes].
 
 Codes of ``NF4`` and ``MXFP4`` name levels. [group / 8, lanes, 4] are words of eight codes: the even
 ones in the low half, the odd ones in the high half, so that a shift aligns each pair. Codes are
@@ -51,6 +52,7 @@ GROUPS_PER_LINEAR_UNIT = 4
 GROUP_SIZE = 64  # neighbours along ``in`` of a quantised base weight that share a scale
 SMALL_GROUP_SIZE = 32  # the same in formats of other projects
 MIDDLE_CODE = 8  # of 4 bits: the zero point of all groups, unless each has its own
+ZERO_POINT_BITS = 15  # of a scale, for a zero point
 MIDDLE_BYTE = 128  # what bytes of ``W8A8`` count from
 EXPONENT_SHIFT = 23  # of an exponent in float32
 SMALLEST_POWER = 0x00400000  # the bits of 2**-127, a subnormal number, whose exponent is 0
@@ -347,17 +349,37 @@ def _quantized_parts(blocks: np.ndarray, tag: np.generic) -> tuple[np.ndarray, n
     return units, scales
 
 
-def pack_group_values(values: np.ndarray) -> np.ndarray:
-    """Lay out a byte of each group, uint8 [out, groups], in the order of ``pack_quantized``."""
-    out_features, groups = values.shape
+def has_room_for_zero_points(scales: np.ndarray) -> bool:
+    """Whether the bits in which zero points are stored are zero."""
+    return not (scales.view(np.uint32) & ZERO_POINT_BITS).any()
+
+
+def with_zero_points(scales: np.ndarray, zero_points: np.ndarray) -> np.ndarray:
+    """Zero points, uint8 below 16, in scales of their shape: a copy."""
+    assert has_room_for_zero_points(scales)
+    words = scales.view(np.uint32) | zero_points
+    both: np.ndarray = words.view(np.float32)
+    return both
+
+
+def without_zero_points(both: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scales and zero points of ``with_zero_points``: copies."""
+    words = both.view(np.uint32)
+    scales: np.ndarray = (words & ~np.uint32(ZERO_POINT_BITS)).view(np.float32)
+    return scales, (words & ZERO_POINT_BITS).astype(np.uint8)
+
+
+def pack_exponents(exponents: np.ndarray) -> np.ndarray:
+    """Lay out the exponents of groups, uint8 [out, groups], in the order of ``pack_quantized``."""
+    out_features, groups = exponents.shape
     _, padded_out = padded_linear_features(0, out_features)
-    padded = _padded(values, padded_out, groups)
+    padded = _padded(exponents, padded_out, groups)
     lanes = quantized_panel_columns()
     return np.ascontiguousarray(padded.reshape(-1, lanes, groups).transpose(0, 2, 1))
 
 
-def unpack_group_values(packed: np.ndarray, out_features: int) -> np.ndarray:
-    """The values of groups [out, groups]: a copy."""
+def unpack_exponents(packed: np.ndarray, out_features: int) -> np.ndarray:
+    """The exponents of groups [out, groups]: a copy."""
     groups = packed.shape[1]
     return np.ascontiguousarray(packed.transpose(0, 2, 1)).reshape(-1, groups)[:out_features]
 

@@ -45,7 +45,8 @@ def test_packing_keeps_every_code(out_features: int, in_features: int, bits: int
     if bits == "4 with zero points":
         generator = np.random.default_rng(0)
         zeros = generator.integers(0, 16, quantized.scales.shape).astype(np.uint8)
-        quantized = QuantizedWeight(4, quantized.codes, quantized.scales, zeros)
+        scales = quantized.scales.astype(np.float16).astype(np.float32)
+        quantized = QuantizedWeight(4, quantized.codes, scales, zeros)
     packed = PackedWeight.of(quantized)
     again = packed.unpacked()
     assert np.array_equal(again.codes, quantized.codes)
