@@ -89,6 +89,17 @@ def test_an_architecture_waits_once(name: str) -> None:
     assert [(step["waits"], step["copies"]) for step in steps] == [(1, 2), (1, 2)]
 
 
+def test_modules_of_a_format() -> None:
+    """Plain linears of one input are one product, of which one launch expands the deltas.
+
+    Modules are 7 of a layer instead of 4, each with its own result.
+    """
+    plain, modules = _count("llama3-rope", "llama3-rope/fp8 blocks").values()
+    for step, more in (("base", 3), ("adapters", 3 + 3)):
+        assert modules[step]["launches"] - plain[step]["launches"] == 2 * more, step
+        assert (modules[step]["waits"], modules[step]["copies"]) == (1, 2)
+
+
 def test_rounds_of_the_longest_program(llama: Figures) -> None:
     """Programs of a launch run side by side, the rounds of one after another."""
     for step in ("adapters", "one adapter", "prompt"):

@@ -5,6 +5,7 @@ modules.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,7 @@ from corun.gpu.model import quantization_plan
 from support.cold_parity import check_cold_starts, make_case, prompts
 from support.four_bit import store_in_four_bits
 from support.parity import ADAPTER_SPECS, MAX_LOGPROBS, AdapterSpec, ParityCase, largest_error
-from support.stored_formats import store_in
-from transformers.integrations import finegrained_fp8
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from support.stored_formats import fp8_modules, store_in
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -29,7 +28,7 @@ SPECS = (*ADAPTER_SPECS, AdapterSpec("dora", {"r": 4, "use_dora": True}))
 
 
 @pytest.fixture
-def fp8_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def modules_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU serves fp8 as CUDA does, with products by torch that do not round their inputs."""
     plan = quantization_plan.plan_quantization
     on_cuda = torch.device("cuda")
@@ -43,12 +42,11 @@ def fp8_modules(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.nn.functional.linear(x, weight.to(x.dtype) * of_each.to(x.dtype), bias)
 
     monkeypatch.setattr(assemble, "plan_quantization", lambda config, hf, _: plan(config, hf, on_cuda))
-    monkeypatch.setitem(quantization_plan.MODULE_PACKAGES, "fp8", ())
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
-    monkeypatch.setattr(finegrained_fp8, "fp8_linear", product)
+    with fp8_modules(product):
+        yield
 
 
-@pytest.mark.usefixtures("fp8_modules")
+@pytest.mark.usefixtures("modules_on_the_cpu")
 @pytest.mark.parametrize(
     ("architecture", "form"),
     [
@@ -92,7 +90,7 @@ def check(
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("fp8_modules")
+@pytest.mark.usefixtures("modules_on_the_cpu")
 def test_cold_adapters(tmp_path: Path) -> None:
     """Deltas by workers and by the device, beside products of modules."""
     case = make_case(tmp_path / "case")

@@ -5,13 +5,18 @@ Written element by element, as the formats are described; the nearest code of ea
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from corun.gpu.model import quantization_plan
 from safetensors.torch import load_file, save_file
+from transformers.integrations import finegrained_fp8
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 Tensors = dict[str, torch.Tensor]
 _BLOCK = 32
@@ -209,3 +214,19 @@ def store_in(form: str, directory: Path, target: Path) -> Path:
     config["quantization_config"] = config_entry
     (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+@contextmanager
+def fp8_modules(product: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let transformers make its modules of fp8 without a GPU; ``product`` stands for their kernels.
+
+    product: of x, codes, scales, rows and columns of a scale, bias.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(quantization_plan.MODULE_PACKAGES, fp8=()))
+        for place, name, stand_in in (
+            (FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None),
+            (finegrained_fp8, "fp8_linear", product),
+        ):
+            stack.enter_context(mock.patch.object(place, name, stand_in))
+        yield

@@ -26,8 +26,11 @@ from corun.gpu.forward.batch import StepContext
 from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.model import attention_hook
 from corun.gpu.model.attention_hook import MaskFunction, PagedAttentionHook, Sight, read_mask
+from corun.gpu.model.quantization_plan import Quantization
+from corun.gpu.model.quantized_modules import QuantizedModules
 from corun.gpu.model.skeleton import build_skeleton
-from corun.gpu.model.source import ModelSource
+from corun.gpu.model.source import ModelSource, load_config
+from corun.gpu.model.stored_quantization import read_stored_quantization
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.plan import (
     BASE_ADAPTER,
@@ -44,10 +47,12 @@ from corun.runtime.plan import (
     TransferResult,
 )
 from corun.runtime.sampling import SamplingParams
-from support.architectures import ARCHITECTURES
+from support.architectures import ARCHITECTURES, save_model
 from support.executor_device import GREEDY, Ready, load, rows
+from support.stored_formats import fp8_modules, store_in
 from support.triton.counting import FakeCuda, Launch, Work, fake_cuda, load_guard
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig
 
 BLOCK_SIZE = 16
@@ -184,11 +189,16 @@ class _WatchedSampler(Sampler):
 class CountedEngine:
     """The product's executor over a model of any size on a GPU that is not there."""
 
-    def __init__(self, gpu: FakeCuda, config: Any, ranks: Sequence[int] = ()) -> None:
-        """``ranks``: of its adapters, which have all linears of the layers as targets."""
+    def __init__(
+        self, gpu: FakeCuda, config: Any, ranks: Sequence[int] = (), quantized: Path | None = None
+    ) -> None:
+        """``ranks``: of its adapters, which have all linears of the layers as targets.
+
+        ``quantized``: a checkpoint in fp8 of the model; None = it has plain linears.
+        """
         self._gpu = gpu
         max_model_len = int(config.get_text_config().max_position_embeddings)
-        self.loaded = _load(config)
+        self.loaded = _load(config, quantized)
         self.runner = assemble.make_runner(self.loaded, NUM_BLOCKS)
         self._adapters = [self._make_adapter(rank) for rank in ranks]
         self._forward = Work()
@@ -290,12 +300,20 @@ def _blocks(request_id: RequestId, row: Row) -> BlockUpdate:
     return BlockUpdate(request_id, 0, tuple(BlockId(i % NUM_BLOCKS) for i in range(num_blocks)))
 
 
-def _load(config: Any) -> assemble.LoadedModel:
+def _load(config: Any, quantized: Path | None) -> assemble.LoadedModel:
     """The model without values, and with what a start chooses on a GPU."""
     context = StepContext()
     hook = PagedAttentionHook(context)
+    linears = None
     with torch.inference_mode(mode=False):
-        model = build_skeleton(ModelSource("counted"), config, hook.name).model
+        if quantized is None:
+            model = build_skeleton(ModelSource("counted"), config, hook.name).model
+        else:
+            source = ModelSource(str(quantized))
+            config = load_config(source)
+            planned = Quantization(None, None, read_stored_quantization(config), has_modules=True)
+            linears = QuantizedModules(source, config, planned)
+            model = linears.load_rest(torch.bfloat16, torch.device("cpu"), hook.name)
     _move_to_gpu(model)
     engine = EngineConfig(model="counted", device="cuda", dtype="bfloat16", block_size=BLOCK_SIZE)
 
@@ -308,7 +326,7 @@ def _load(config: Any) -> assemble.LoadedModel:
         mock.patch.object(attention_hook, "read_mask", read_on_cpu),
     ):
         return assemble.equip(
-            model, context, hook, make_device(torch.device("cpu")), engine, lambda _: None, None, None
+            model, context, hook, make_device(torch.device("cpu")), engine, lambda _: None, linears, None
         )
 
 
@@ -365,10 +383,12 @@ _TINY_STEPS = ("base", "adapters")
 SAMPLED_STEPS = {name: [Row(512, sampling=sampling)] * NUM_ROWS for name, sampling in SAMPLING.items()}
 
 
-def count_steps(gpu: FakeCuda, config: Any, steps: Mapping[str, list[Row]]) -> Figures:
-    """Count steps of a model of ``config``."""
+def count_steps(
+    gpu: FakeCuda, config: Any, steps: Mapping[str, list[Row]], quantized: Path | None = None
+) -> Figures:
+    """Count steps of a model of ``config``; ``quantized``: see ``CountedEngine``."""
     ranks = [RANKS[number % len(RANKS)] for number in range(NUM_ROWS)]
-    engine = CountedEngine(gpu, config, ranks)
+    engine = CountedEngine(gpu, config, ranks, quantized)
     try:
         return {
             name: figures(*engine.count(batch), max(row.context_len for row in batch))
@@ -395,16 +415,28 @@ def count_real(gpu: FakeCuda, model: str) -> Figures:
     return counted
 
 
+def count_tiny(gpu: FakeCuda, model: str) -> Figures:
+    """Count steps of an architecture of the tests; after a ``/``, a format of its linears."""
+    steps = {name: [replace(row, context_len=20) for row in STEPS[name]] for name in _TINY_STEPS}
+    architecture, _, form = model.partition("/")
+    if not form:
+        return count_steps(gpu, ARCHITECTURES[architecture].config(), steps)
+
+    def product(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+        gpu.work.kernels["fp8_linear"] += 1
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+    with tempfile.TemporaryDirectory() as directory, fp8_modules(product):
+        with unset_fake_temporarily():
+            full = save_model(architecture, Path(directory) / "full")
+            quantized = store_in(form, full, Path(directory) / "stored")
+        return count_steps(gpu, ARCHITECTURES[architecture].config(), steps, quantized)
+
+
 def main(*models: str) -> None:
-    """Print the figures of real models, or of tiny ones of the tests' architectures."""
-    tiny = {name: [replace(row, context_len=20) for row in STEPS[name]] for name in _TINY_STEPS}
+    """Print the figures of real models, or of tiny ones."""
     with counted_gpu() as gpu:
-        counted = {
-            model: count_real(gpu, model)
-            if model in MODELS
-            else count_steps(gpu, ARCHITECTURES[model].config(), tiny)
-            for model in models
-        }
+        counted = {model: (count_real if model in MODELS else count_tiny)(gpu, model) for model in models}
     json.dump(counted, sys.stdout)
 
 
