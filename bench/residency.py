@@ -29,7 +29,7 @@ from corun.runtime.engine.channel import encode_frame
 from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.host import EngineHost
 from corun.runtime.engine.messages import AdaptersChanged, AddRequest, AddRequests, StepOutputs
-from corun.runtime.frontend.lora_directory import LoraDirectory
+from corun.runtime.frontend.inputs import LoraDirectory
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.memory.make import MemorySizes, make_device_memory
 from corun.runtime.memory.reload_cost import ReloadCosts

@@ -24,10 +24,8 @@ PRODUCT = Path(corun.__file__).parent
 _CELLS = Path(__file__).with_name("cells.py")
 _DECIDING = """
     profiles/*.py runtime/*.py runtime/adapters/*.py runtime/coldstart/*.py
-    runtime/engine/core.py runtime/engine/core.py runtime/engine/load_state.py
-    runtime/engine/messages.py runtime/engine/residency.py runtime/engine/core.py
-    runtime/engine/stats.py runtime/engine/core.py runtime/memory/**/*.py
-    runtime/scheduler/**/*.py runtime/sim/**/*.py shm/arena_ranges.py
+    runtime/engine/core.py runtime/engine/messages.py runtime/engine/stats.py
+    runtime/memory/**/*.py runtime/scheduler/**/*.py runtime/sim/**/*.py shm/arena_ranges.py
 """.split()
 _QUEUES = ("papers/chameleon/*.py",)
 _OWN: Mapping[str, Sequence[str]] = {

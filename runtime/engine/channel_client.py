@@ -14,8 +14,7 @@ from typing import Protocol
 from ..config.engine import EngineConfig
 from ..errors import EngineDeadError, EngineHungError, rebuild_error
 from .channel import AsyncChannel, ChannelError
-from .hang_watch import HangState, HangWatch
-from .heartbeat import Heartbeat
+from .heartbeat import HangState, HangWatch, Heartbeat
 from .messages import FromEngine, Ready, Shutdown, StartupFailed, StartupProgress, ToEngine
 
 EXIT_GRACE_S = 5.0  # after Shutdown: a step may have to end first

@@ -26,7 +26,6 @@ from ..sampling import SamplingParams
 from ..scheduler.events import FinishReason, RequestEvent, TimeParts
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.timeline import describe
-from .load_state import OpenWork
 from .messages import (
     AddRequest,
     ColdStartInfo,
@@ -36,7 +35,9 @@ from .messages import (
     RequestTiming,
     RequestUpdate,
 )
-from .stats import CpuStats, StepCounts, engine_stats, machine_report
+from .stats import CpuStats, OpenWork, StepCounts, engine_stats, machine_report
+
+_logger = logging.getLogger(__name__)
 
 
 class AdapterVersions(Protocol):
@@ -124,9 +125,6 @@ def update_of(event: RequestEvent) -> RequestUpdate:
 def _timing_of(timing: TimeParts) -> RequestTiming:
     parts = {part.value: seconds for part, seconds in timing.parts.items()}
     return RequestTiming(parts, timing.num_predicted_output_tokens, timing.adapter_version)
-
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,82 @@
-"""Statistics of an engine: gauges, and totals since its start. Pure."""
+"""Statistics of an engine: gauges, totals since its start, its load for routers, short memory."""
 
+import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from ...cpu_workers.affinity import place_thread
 from ...profiles.models import MachineModel
+from ..engine_state import EngineLoadState
+from ..machine.memory_room import read_memory_room
+from ..memory.relief import MemoryRelief, MemoryRoom
 from ..memory.report import memory_report
+from ..memory.transfers import TransferTable
 from ..plan import AdapterId
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.step_times import LearnedTimes
-from .load_state import OpenWork, load_state
+from ..scheduler.step_times import LearnedTimes, StepTimes
 from .messages import CpuWorkerStats, EngineStats, LinkUsage, LoadStats, MachineReport, ThreadStats
+
+_logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0
+_LOOKS_NEARBY = 10  # checks in an interval while memory is nearly short: a process can take 1 GiB/s
+_GIB = 2**30
+
+
+class OpenWork:
+    """Sums over open requests. O(running requests)."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        running = self.num_running_by_rank = Counter[int]()
+        self.num_waiting_by_rank = scheduler.waiting.num_by_rank.copy()
+        queued_tokens, context_tokens = scheduler.waiting.num_tokens, 0
+        for request in scheduler.running:
+            num_computed, num_prompt = request.num_computed_tokens, len(request.prompt_token_ids)
+            running[request.adapter_rank] += 1
+            context_tokens += num_computed
+            if num_computed < num_prompt:
+                queued_tokens += num_prompt - num_computed
+        self.queued_tokens = queued_tokens  # not computed yet, of prompts and preempted requests
+        self.context_tokens = context_tokens  # computed, of running requests
+
+    def wait(self, rank: int, num_prompt_tokens: int) -> None:
+        """Add a waiting request that the scheduler does not know yet."""
+        self.num_waiting_by_rank[rank] += 1
+        self.queued_tokens += num_prompt_tokens
+
+
+def load_state(scheduler: Scheduler, work: OpenWork) -> EngineLoadState:
+    """Return the load; ``work``: of the scheduler's requests and held ones. O(transfers)."""
+    memory, config = scheduler.memory, scheduler.config
+    pace = scheduler.pace
+    return EngineLoadState(
+        num_running_by_rank=dict(work.num_running_by_rank),
+        num_waiting_by_rank=dict(work.num_waiting_by_rank),
+        queued_prefill_tokens=work.queued_tokens,
+        running_context_tokens=work.context_tokens,
+        free_kv_tokens=memory.num_free_blocks * config.block_size,
+        promised_kv_tokens=memory.num_reserved_blocks * config.block_size,
+        total_kv_tokens=memory.num_blocks * config.block_size,
+        queued_s=_queued_s(scheduler.times, work.queued_tokens, config.max_num_batched_tokens),
+        link_backlog_bytes=_backlog_bytes(memory.transfers),
+        measured_over_predicted=1.0 if pace is None else round(pace.measured_over_predicted, 4),
+    )
+
+
+def _queued_s(times: StepTimes | None, num_tokens: int, step_tokens: int) -> float:
+    """Return the time of the steps that compute ``num_tokens`` of prompts, in full steps."""
+    if times is None:
+        return 0.0
+    num_full, num_left = divmod(num_tokens, step_tokens)
+    full_s = num_full * times.prefill_s(step_tokens, 0) if num_full else 0.0
+    return full_s + (times.prefill_s(num_left, 0) if num_left else 0.0)
+
+
+def _backlog_bytes(transfers: TransferTable) -> int:
+    """Return the bytes still to be copied over the link."""
+    return sum(sum(one.part_bytes[one.num_arrived :]) for one in transfers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +172,86 @@ def machine_report(scheduler: Scheduler, measured: MachineModel | None) -> Machi
         kv_bytes_per_token=scheduler.memory.block_bytes // scheduler.config.block_size,
         is_measured=measured is not None,
     )
+
+
+class MemoryWatch:
+    """Owns the thread. ``take`` returns its readings while memory is short."""
+
+    def __init__(
+        self,
+        notify: Callable[[], None],
+        cpus: tuple[int, ...] = (),
+        *,
+        read: Callable[[], tuple[int, int]] = read_memory_room,
+        interval_s: float = _LOOK_INTERVAL_S,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            notify: Called by the thread when ``take`` has a reading.
+            cpus: The thread's cores; () = the caller's.
+            read: Returns (available bytes, all bytes).
+            interval_s: Between two checks.
+        """
+        self._notify = notify
+        self._cpus = cpus
+        self._read = read
+        self._interval_s = interval_s
+        self._seen: MemoryRoom | None = None
+        self._is_short = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="corun-memory-watch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> MemoryRoom | None:
+        """Return the last reading, once; else None. Called by one thread."""
+        seen, self._seen = self._seen, None
+        return seen
+
+    def relieved(self) -> None:
+        """Memory has been sufficient for a while. Called by the thread that takes."""
+        self._is_short = False
+        _logger.info("memory is no longer short: idle KV and adapters can use it again")
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        place_thread(self._cpus)
+        try:
+            wait_s = self._interval_s
+            while not self._stop.wait(wait_s):
+                is_nearby = self._look().is_nearly_short
+                wait_s = self._interval_s / (_LOOKS_NEARBY if is_nearby else 1)
+        except (OSError, KeyError, ValueError) as error:
+            _logger.warning(
+                "cannot watch memory (%s: %s): idle KV and adapters will not be evicted when it is short",
+                type(error).__name__,
+                error,
+            )
+
+    def _look(self) -> MemoryRoom:
+        room = MemoryRoom(*self._read())
+        if room.is_short and not self._is_short:
+            self._is_short = True
+            _logger.warning(
+                "memory is short: %.3g of %.3g GiB are available; evicting idle KV and idle "
+                "adapters (a lower --memory-gib limits them permanently)",
+                room.available_bytes / _GIB,
+                room.total_bytes / _GIB,
+            )
+        if self._is_short:
+            self._seen = room
+            self._notify()
+        return room
+
+
+def watch_memory(
+    relief: MemoryRelief, notify: Callable[[], None], cpus: tuple[int, ...]
+) -> Callable[[], None]:
+    """Evict idle items while memory is short; returns a function that ends this."""
+    watch = MemoryWatch(notify, cpus)
+    relief.watch(watch.take, watch.relieved)
+    return watch.close

@@ -13,7 +13,7 @@ from typing import Any, Self
 from ..adapters.info import AdapterInfo
 from ..config.engine import EngineConfig
 from ..engine.client import EngineClient, ProcessClient, ThreadClient
-from ..engine.hang_watch import HangWatch
+from ..engine.heartbeat import HangWatch
 from ..engine.messages import (
     AdaptersChanged,
     EngineStats,
@@ -31,18 +31,14 @@ from ..sampling import SamplingParams
 from ..tasks import cancel_all
 from .adapter_conventions import AdapterTokenizers, Conventions, MakePrompt
 from .codec import codec_from_spec, codec_of
-from .engine_watch import EngineWatches
-from .inputs import BatchItem, Lora, Prompt, default_sampling, read_options
+from .engine_watch import EngineWatches, MachineClient, StatsClient, Waker
+from .inputs import BatchItem, Lora, LoraDirectory, Prompt, default_sampling, read_options
 from .lora_client import LoraClient
-from .lora_directory import LoraDirectory
 from .lora_resolvers import LoraResolver
 from .outputs import LoRARequest, RequestOutput, RequestWatch
 from .request_client import RequestClient
-from .stats_client import MachineClient, StatsClient
-from .template_time import render_in_time
-from .text_queue import TextQueue
-from .tokenizer import Tokenizer
-from .waker import Waker
+from .template_limits import render_in_time
+from .tokenizer import TextQueue, Tokenizer
 
 
 class AsyncEngine:

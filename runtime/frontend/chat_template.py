@@ -17,8 +17,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
+from .template_limits import leave_to_thread
 from .template_sandbox import BoundedTemplate, Sandbox, bounded_filter
-from .template_time import leave_to_thread
 
 _END_MARK = "corun-here-ends-the-final-message "  # does not occur in messages
 _MAX_COMPILED = 64

@@ -14,7 +14,7 @@ from .chat_template import ChatTemplate, Render
 from .detokenizer import Decode
 from .long_text import TextPiece
 from .special_stops import SpecialToken
-from .template_time import leave_to_thread
+from .template_limits import leave_to_thread
 
 
 class Codec(Protocol):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from ..adapters.info import AdapterInfo
 from ..config.engine import EngineConfig
 from ..engine.client import ThreadClient
-from ..engine.hang_watch import HangWatch
+from ..engine.heartbeat import HangWatch
 from ..engine.messages import EngineStats, ModelInfo
 from ..engine.spawn import DEFAULT_FACTORY
 from ..errors import EngineDeadError

@@ -33,8 +33,7 @@ from ..errors import (
 from ..file_calls import FILES, Place
 from ..limits import HubLimits, overdue_error
 from .hub_budget import HubBudget
-from .inputs import Lora
-from .lora_directory import LoraDirectory, adapter_path, check_lora_request
+from .inputs import Lora, LoraDirectory, adapter_path, check_lora_request
 from .lora_resolvers import HubResolver, LoraResolver, make_resolver
 from .outputs import LoRARequest
 from .requester import IS_ADMIN

@@ -19,6 +19,7 @@ from ..grammar.trial import GrammarTrials
 from ..limits import check_bad_words, check_num_open, check_num_sequences, check_predicted_output, check_stops
 from ..sampling import SamplingParams
 from .adapter_conventions import Conventions, MakePrompt
+from .engine_watch import Waker
 from .generation import Choice, Generation, Notify
 from .inputs import (
     Lora,
@@ -34,7 +35,6 @@ from .inputs import (
 )
 from .outputs import RequestOutput, RequestWatch
 from .tokenizer import Tokenizer
-from .waker import Waker
 
 
 class RequestClient:

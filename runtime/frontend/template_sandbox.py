@@ -1,7 +1,7 @@
 """The sandbox of chat templates: Jinja's, with limits on time and on text.
 
 Templates come with models and adapters, their input with requests. Each iteration of a loop, each
-call and each filter checks the time. What they make is measured (``template_sizes``).
+call and each filter checks the time. What they make is measured (``template_limits``).
 """
 
 import functools
@@ -13,7 +13,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from .template_sizes import (
+from .template_limits import (
     BUDGET,
     Budget,
     as_text,
@@ -25,9 +25,9 @@ from .template_sizes import (
     check_sum,
     counted,
     joined,
+    limits_here,
     made,
 )
-from .template_time import limits_here
 
 # Methods whose results are not measured: bytes, which no template needs, and texts of any length.
 _REFUSED_METHODS = frozenset({"encode", "to_bytes", "translate"})

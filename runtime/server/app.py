@@ -27,11 +27,11 @@ from .body import is_large, parse_body
 from .chat import ChatEndpoint
 from .completions import CompletionEndpoint
 from .cors import with_cors
+from .endpoint import OpenRecord, PromptRun
 from .errors import ErrorReply
 from .generation_request import ParsedRequest
 from .lora_routes import LoraRoutes
 from .middleware import AuthMiddleware, Handler, guarded, plain_app
-from .open_record import OpenRecord, PromptRun
 from .openapi import openapi_json
 from .response_endpoint import ResponsesEndpoint
 from .responses import Timing, Usage, usage_of

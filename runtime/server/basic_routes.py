@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import UnknownModelError
-from ..frontend.template_time import render_in_time
-from ..frontend.text_queue import begin_flow
-from ..frontend.tokenizer import check_token_ids
+from ..frontend.template_limits import render_in_time
+from ..frontend.tokenizer import begin_flow, check_token_ids
 from ..limits import tokenize_limit
 from .answers import DetokenizedText, Health, ModelCard, ModelList, Readiness, Tokens, Version
 from .body import HeldBody, RequestModel, given, is_large, parse_body, read_body
@@ -22,11 +21,10 @@ from .fields import MESSAGE_FIELDS
 from .generation_request import check_ids
 from .message_schema import MessagesField
 from .metrics import CONTENT_TYPE
-from .model_names import is_listed
 from .open_requests import ended_by_disconnect
 from .responses import json_response
 from .settings import MAX_STATS_AGE_S
-from .state import ServerState
+from .state import ServerState, is_listed
 
 _MODEL = given("Model of the tokenizer; an adapter has the base model's.")
 

@@ -10,19 +10,18 @@ import msgspec
 
 from ..frontend.inputs import MadePrompt, text_limit
 from ..frontend.outputs import CompletionOutput, RequestOutput, TokenCandidates
-from ..frontend.template_time import render_in_time
+from ..frontend.template_limits import render_in_time
 from ..sampling import SamplingParams
 from ..tools.parts import AnswerParser, joined
 from ..tools.reader import AnswerReader
 from .body import given, is_large, parse_body
-from .chat_messages import ConversationFields
-from .endpoint import GenerationEndpoint
+from .chat_messages import ConversationFields, ToolFields
+from .endpoint import GenerationEndpoint, OpenRecord
 from .engine_port import ConventionsPort
 from .errors import HttpError
 from .fields import MESSAGE_FIELDS
 from .generation_request import GenerationFields, ParsedRequest
 from .message_schema import MessagesField
-from .open_record import OpenRecord
 from .responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -36,7 +35,6 @@ from .responses import (
     prompt_logprobs,
 )
 from .sse import ChunkEncoder, StreamEncoder
-from .tool_fields import ToolFields
 
 _OBJECT = "chat.completion"
 _CHUNK_OBJECT = "chat.completion.chunk"

@@ -8,12 +8,11 @@ import msgspec
 from ..frontend.outputs import CompletionOutput, RequestOutput
 from ..sampling import SamplingParams
 from .body import given, parse_body
-from .endpoint import GenerationEndpoint
+from .endpoint import GenerationEndpoint, OpenRecord
 from .errors import HttpError
 from .generation_request import GenerationFields, ParsedRequest, Prompt
 from .json_values import wrong_type
 from .message_schema import PromptField
-from .open_record import OpenRecord
 from .responses import (
     CompletionChoice,
     CompletionLogprobs,

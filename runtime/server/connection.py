@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..limits import HttpLimits
 from .errors import ErrorReply, HttpError, error_reply
-from .request_ids import HEADER, given_id, new_id
+from .open_requests import HEADER, given_id, new_id
 
 SURPLUS = "corun.surplus"  # in the extensions of a request's scope: its connection is one too many
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from ..adapters.info import AdapterInfo
 from ..adapters.mix import LoRAMix
-from ..engine.hang_watch import HangWatch
+from ..engine.heartbeat import HangWatch
 from ..engine.messages import EngineStats, MachineReport, ModelInfo
 from ..frontend.engine_watch import EngineWatches
-from ..frontend.inputs import MadePrompt
-from ..frontend.lora_directory import LoraDirectory
+from ..frontend.inputs import LoraDirectory, MadePrompt
 from ..frontend.outputs import LoRARequest, RequestOutput, RequestWatch
 from ..limits import TextLimit
 from ..sampling import SamplingParams

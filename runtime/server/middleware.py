@@ -15,7 +15,7 @@ from ..frontend.requester import IS_ADMIN
 from .access import PROBE_PATHS, Access
 from .connection import SURPLUS
 from .errors import ClientGoneError, HttpError, error_response, routing_error
-from .request_ids import HEADER, given_id, new_id
+from .open_requests import HEADER, given_id, new_id
 
 # Routes with a parameter, by its name.
 _PATTERNS = {"model": "/v1/models/{model}", "name": "/v1/lora_adapters/{name}"}

@@ -9,9 +9,9 @@ import msgspec
 from ..frontend.outputs import CompletionOutput, RequestOutput
 from ..tools.parts import AnswerParser
 from .body import is_large, parse_body
+from .endpoint import OpenRecord, PromptRun
 from .errors import ErrorReply
 from .generation_request import ParsedRequest
-from .open_record import OpenRecord, PromptRun
 from .response_chat import FIELD_NAMES, chat_body
 from .response_fields import ResponsesRequest
 from .response_items import ItemAssembler, encoded

@@ -15,7 +15,7 @@ from ..errors import CorunError
 from ..frontend.outputs import CompletionOutput, RequestOutput
 from .errors import ErrorReply, error_reply, response_of
 from .generation_request import ParsedRequest
-from .request_ids import HEADER, given_id
+from .open_requests import HEADER, given_id
 from .responses import Timing, Usage, usage_of
 
 DONE_EVENT = b"data: [DONE]\n\n"

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, TypeVar
 from ..errors import RequestError
 from .body import RequestModel, read_model
 from .chat import ChatEndpoint, ChatRequest
-from .gateways import GatewayRequest
+from .endpoint import OpenRecord
 from .generation_request import ParsedRequest
 from .json_values import wrong_type
-from .open_record import OpenRecord
+from .open_requests import GatewayRequest
 from .sse import ResponseWriter
 
 _Asked = TypeVar("_Asked", bound=RequestModel)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ...profiles.link import Direction
 from ..cluster.policy.reports import RouteRequest, ServerId, ServerReport
-from ..engine.load_state import OpenWork
 from ..engine.messages import EngineStats, RequestUpdate
+from ..engine.stats import OpenWork
 from ..errors import RequestError
 from ..plan import AdapterId, AdapterTransfer
 from ..request import RequestStatus

@@ -5,10 +5,15 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import corun
+import httpx
 import pytest
 from corun import (
     AsyncEngine,
@@ -26,12 +31,18 @@ from corun import (
 )
 from corun.runtime.demo import chat_prompt, demo_adapters_path
 from corun.runtime.scheduler.keyed import FcfsPolicy
+from corun.runtime.server.app import build_app
+from corun.runtime.server.settings import AppSettings
+from corun.runtime.server.state import make_state
 from demo.tasks import unseen_examples
 from support.demo_answers import ADAPTERS
 from support.overflow import make_overflowing
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 SCRIPT = Path(__file__).with_name("in_process_script.py")
+MAX_FILES_ENTERED = 121
+# Files that threads of their own enter by the clock, for no request.
+BY_THE_CLOCK = {"runtime/adapters/dir_changes.py", "runtime/file_calls.py", "runtime/machine/cgroup.py"}
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +239,41 @@ def test_a_policy_that_cannot_be_made_keeps_the_engine_from_starting() -> None:
 
     with pytest.raises(ConfigError, match=r"\d tokens of KV are not enough"):
         Engine(scheduling_policy=broken)
+
+
+def test_a_warm_streamed_request_enters_few_files() -> None:
+    """These files have to be read to follow one request. The limit may fall, not rise."""
+    root = f"{Path(corun.__file__).parent}/"
+    entered: set[str] = set()
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            entered.add(frame.f_code.co_filename)
+
+    async def ask(http: httpx.AsyncClient) -> set[str]:
+        entered.clear()
+        messages = [{"role": "user", "content": "planet"}]
+        body = {"model": "upper", "messages": messages, "stream": True, "temperature": 0, "max_tokens": 8}
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n"), answer.text
+        names = {name.removeprefix(root) for name in entered if name.startswith(root)}
+        return {name for name in names if not name.startswith((".venv/", "tests/"))} - BY_THE_CLOCK
+
+    async def trace() -> set[str]:
+        async with AsyncEngine(cpu_threads=1) as engine:
+            app = build_app(make_state(engine, AppSettings(), now_s=0))
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+                for _ in range(4):
+                    await ask(http)
+                return await ask(http) & await ask(http)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        files = asyncio.run(trace())
+    finally:
+        threading.setprofile(None)
+        sys.setprofile(None)
+    assert "runtime/scheduler/scheduler.py" in files and "gpu/execution/executor.py" in files
+    assert len(files) <= MAX_FILES_ENTERED, "\n".join(sorted(files))

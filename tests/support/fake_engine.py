@@ -9,8 +9,7 @@ import msgspec
 from corun.runtime.adapters.info import AdapterInfo
 from corun.runtime.adapters.mix import LoRAMix
 from corun.runtime.adapters.names import taken_name
-from corun.runtime.engine.hang_watch import HangWatch
-from corun.runtime.engine.heartbeat import LoopActivity, Signs
+from corun.runtime.engine.heartbeat import HangWatch, LoopActivity, Signs
 from corun.runtime.engine.messages import EngineStats, LinkUsage, MachineReport, ModelInfo
 from corun.runtime.engine_state import Residency
 from corun.runtime.errors import (
@@ -22,8 +21,13 @@ from corun.runtime.errors import (
     UnknownModelError,
 )
 from corun.runtime.frontend.engine_watch import EngineWatches
-from corun.runtime.frontend.inputs import MadePrompt, check_prompt, lora_name_of, truncate_prompt
-from corun.runtime.frontend.lora_directory import LoraDirectory
+from corun.runtime.frontend.inputs import (
+    LoraDirectory,
+    MadePrompt,
+    check_prompt,
+    lora_name_of,
+    truncate_prompt,
+)
 from corun.runtime.frontend.outputs import (
     AdapterStart,
     ChoiceHistory,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from ...server.adapter_metrics import MAX_ADAPTER_SERIES, OTHER
+from ...server.metrics import MAX_ADAPTER_SERIES, OTHER
 from .members import Members
 from .placing import Placing
 from .pool import CopyPool

@@ -8,11 +8,9 @@ import logging
 from starlette.types import Receive, Scope, Send
 
 from ...errors import NotServedError
-from ...server.body import HeldBody, read_beside, read_body
-from ...server.body_limits import check_num_items
+from ...server.body import HeldBody, check_num_items, read_beside, read_body
 from ...server.errors import ClientGoneError, HttpError
-from ...server.open_requests import ended_by_disconnect
-from ...server.request_ids import HEADER, given_id, new_id
+from ...server.open_requests import HEADER, ended_by_disconnect, given_id, new_id
 from ...server.sse import DONE_EVENT, ResponseWriter
 from ..http.calls import UnreachableError
 from ..policy.reports import ServerId

@@ -6,8 +6,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from ...server.families import Families
-from ...server.histogram import Histogram
+from ...server.families import Families, Histogram
 from .state import GatewayState
 
 

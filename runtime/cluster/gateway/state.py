@@ -9,9 +9,9 @@ from ...adapters.names import unknown_name
 from ...server.answers import ModelCard
 from ...server.body import BodyRoom
 from ...server.errors import SHUTTING_DOWN, HttpError
-from ...server.model_names import ModelNames
 from ...server.open_requests import OpenRequests
 from ...server.settings import AppSettings
+from ...server.state import ModelNames
 from ..policy.reports import RouteRequest, ServerId
 from ..wire import AdapterEntry
 from .bodies import BodyFacts

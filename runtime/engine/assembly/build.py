@@ -36,9 +36,8 @@ from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
 from ..heartbeat import Heartbeat
 from ..loop import OwnPolicies
-from ..memory_watch import watch_memory
 from ..messages import CpuWorkerStats, ModelInfo, ThreadStats, TokenizerSpec
-from ..stats import CpuStats
+from ..stats import CpuStats, watch_memory
 from ..tokenizer import ModelTokenizer, read_tokenizer
 from .adapter_wiring import adapter_fetch, base_names, make_host_adapters, make_manager, register_adapters
 from .placement import Placement, kept_directory, place_engine, warn_of_what_is_not_kept

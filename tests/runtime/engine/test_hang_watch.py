@@ -1,8 +1,7 @@
 """When an engine counts as stalled, ready again, and lost; the clock is the test's."""
 
 import pytest
-from corun.runtime.engine.hang_watch import COMPILE_S, LOST_AFTER, HangState, HangWatch
-from corun.runtime.engine.heartbeat import LoopActivity, Signs
+from corun.runtime.engine.heartbeat import COMPILE_S, LOST_AFTER, HangState, HangWatch, LoopActivity, Signs
 
 LIMIT_S = 30.0
 WORKING, RESTING, COMPILING = LoopActivity.WORKING, LoopActivity.RESTING, LoopActivity.COMPILING

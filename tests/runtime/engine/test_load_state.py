@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from corun.runtime.adapter import AdapterFacts
-from corun.runtime.engine.load_state import OpenWork, load_state
+from corun.runtime.engine.stats import OpenWork, load_state
 from corun.runtime.engine_state import EngineLoadState
 from corun.runtime.plan import AdapterId, TransferProgress
 from corun.runtime.scheduler.scheduler import Scheduler

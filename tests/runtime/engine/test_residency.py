@@ -23,7 +23,7 @@ from corun.runtime.engine.messages import (
     RequestUpdate,
 )
 from corun.runtime.errors import RequestError
-from corun.runtime.frontend.lora_directory import LoraDirectory
+from corun.runtime.frontend.inputs import LoraDirectory
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterTransfer, HostPlaceId, KvTransfer
 from corun.runtime.sampling import SamplingParams

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 from corun.runtime.adapter import AdapterFacts
-from corun.runtime.engine.load_state import OpenWork
 from corun.runtime.engine.messages import EngineStats, LinkUsage
-from corun.runtime.engine.stats import CpuStats, StepCounts, engine_stats, machine_report
+from corun.runtime.engine.stats import CpuStats, OpenWork, StepCounts, engine_stats, machine_report
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, KvTransfer, TransferResult
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy

@@ -8,9 +8,9 @@ from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.engine_state import Residency
 from corun.runtime.errors import AdapterUnavailableError, RequestError, UnknownModelError
-from corun.runtime.frontend.lora_directory import LoraDirectory
+from corun.runtime.frontend.inputs import LoraDirectory
 from corun.runtime.plan import AdapterId
-from corun.runtime.server.model_names import ModelNames
+from corun.runtime.server.state import ModelNames
 
 
 def make_registry() -> AdapterRegistry:

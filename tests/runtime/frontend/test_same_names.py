@@ -9,12 +9,11 @@ from corun.runtime.frontend.engine import Engine
 from corun.runtime.frontend.outputs import CompletionOutput, RequestOutput
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.server.chat import ChatRequest
-from corun.runtime.server.chat_messages import ConversationFields
+from corun.runtime.server.chat_messages import ConversationFields, ToolFields
 from corun.runtime.server.completions import CompletionRequest
+from corun.runtime.server.generation_request import StructureFields
 from corun.runtime.server.lora_routes import LoadRequest, UnloadRequest
 from corun.runtime.server.route_docs import ROUTE_DOCS
-from corun.runtime.server.structure import StructureFields
-from corun.runtime.server.tool_fields import ToolFields
 
 SAMPLING = {field.name for field in fields(SamplingParams)}
 # Fields that only the form of HTTP needs, and their counterparts in Python.

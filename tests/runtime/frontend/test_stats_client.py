@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel_client import OnDeath, OnMessage
-from corun.runtime.engine.hang_watch import HangWatch
+from corun.runtime.engine.heartbeat import HangWatch
 from corun.runtime.engine.messages import EngineLoad, EngineStats, Ready, ReportStats, ToEngine
 from corun.runtime.errors import EngineDeadError
-from corun.runtime.frontend.stats_client import StatsClient
+from corun.runtime.frontend.engine_watch import StatsClient
 
 LONG_S = 60.0
 NEW = EngineStats(num_steps=7)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from corun.runtime.frontend import template_time
+from corun.runtime.frontend import template_limits as limits
 from corun.runtime.frontend.chat_template import ChatTemplate
-from corun.runtime.frontend.template_time import (
+from corun.runtime.frontend.template_limits import (
     TemplateTimeoutError,
     leave_to_thread,
     render_in_time,
@@ -53,7 +53,7 @@ def run(render: Callable[[], str], limits: TemplateLimits = LONG, **options: boo
 @pytest.fixture
 def patient_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine, what is quick takes longer than the few milliseconds of the loop."""
-    monkeypatch.setattr(template_time, "_ON_LOOP_S", LONG.timeout_s)
+    monkeypatch.setattr(limits, "_ON_LOOP_S", LONG.timeout_s)
 
 
 @pytest.mark.usefixtures("patient_loop")
@@ -153,7 +153,7 @@ def test_what_a_failed_rendering_has_read_is_not_kept(*, is_large: bool) -> None
 
 def test_a_rendering_that_cannot_be_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a filter in C code."""
-    monkeypatch.setattr(template_time, "_LATE_S", 0.05)
+    monkeypatch.setattr(limits, "_LATE_S", 0.05)
     gate = threading.Event()
     has_ended: list[bool] = []
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 from corun.runtime.errors import OverloadedError, RequestError
-from corun.runtime.frontend.text_queue import TextQueue, begin_flow
+from corun.runtime.frontend.tokenizer import TextQueue, begin_flow
 
 SHORT, LONG = 100, 100_000
 

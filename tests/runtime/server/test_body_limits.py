@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from corun.runtime.errors import RequestError
 from corun.runtime.limits import HttpLimits
-from corun.runtime.server.body_limits import check_body, check_fields, check_num_items
+from corun.runtime.server.body import check_body, check_fields, check_num_items
 from hypothesis import given
 from hypothesis import strategies as st
 

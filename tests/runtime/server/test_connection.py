@@ -19,7 +19,7 @@ from corun.runtime.server.access import Access, Keys
 from corun.runtime.server.app import build_app
 from corun.runtime.server.connection import GENERATING_PATHS, Connection, connection_class
 from corun.runtime.server.metrics import ServerMetrics
-from corun.runtime.server.request_ids import answer_id, given_id
+from corun.runtime.server.open_requests import answer_id, given_id
 from corun.runtime.server.route_docs import ROUTE_DOCS
 from corun.runtime.server.settings import AppSettings
 from corun.runtime.server.state import make_state

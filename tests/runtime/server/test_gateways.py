@@ -5,7 +5,7 @@ import random
 import pytest
 from corun.runtime.engine_state import Accepted
 from corun.runtime.server.errors import HttpError
-from corun.runtime.server.gateways import GatewayLedger, GatewayRequest
+from corun.runtime.server.open_requests import GatewayLedger, GatewayRequest
 
 
 def opened(ledger: GatewayLedger, text: str) -> GatewayRequest:

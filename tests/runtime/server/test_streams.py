@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel_client import OnDeath, OnMessage
-from corun.runtime.engine.hang_watch import HangWatch
+from corun.runtime.engine.heartbeat import HangWatch
 from corun.runtime.engine.messages import (
     AbortRequests,
     AddRequests,

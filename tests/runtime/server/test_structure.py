@@ -7,7 +7,7 @@ import httpx
 import pytest
 from corun.runtime.errors import CorunError, RequestError
 from corun.runtime.sampling import StructuredOutput
-from corun.runtime.server.structure import StructureFields
+from corun.runtime.server.generation_request import StructureFields
 from support.fake_engine import FakeEngine
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
