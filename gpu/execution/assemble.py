@@ -47,6 +47,7 @@ from ..model.source import ModelSource, load_config
 from ..model.targets import build_target_map, record_calls, with_calls
 from ..replay.select import OFF, select_decode_graphs
 from .adaptive_threads import AdaptiveThreads
+from .draws import warm_up_draws
 from .executor import AdapterFetch, DeviceExecutor
 from .logit_inputs import warm_up_inputs
 from .runner import ModelRunner
@@ -86,6 +87,7 @@ def warm_up(
             inputs = lower(rows, runner.block_size, runner.device, table.mirror)
             logits = runner.forward(inputs)
         warm_up_inputs(logits)
+        warm_up_draws(logits)
         if runner.device.type == "cuda":  # a failed kernel must fail the start
             torch.cuda.synchronize(runner.device)
     finally:

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from ...runtime.sampling import SamplingParams
-from ..forward.upload import upload
 from .logprobs import largest
 from .request_table import RequestState
 
@@ -34,13 +33,15 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return one number in [0, 1) per (seed, position): float64 of the same shape.
 
+    Numbers have 52 bits, so that the product with a positive one is always below that one.
+
     Two rounds of the splitmix64 finaliser; the seed is mixed before the position is added, so that
     neighbouring seeds share no stream. Source: Steele, Lea, Flood, OOPSLA 2014.
     """
     with np.errstate(over="ignore"):
         state = _mix(seeds + _INCREMENT)
         bits = _mix(state + positions * _INCREMENT)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -126,16 +127,21 @@ class Draws:
         numbers = sent["numbers"]
         whole = random.num_whole
         self._cut_rows = random.rows[whole:]
-        # bool [rows with top_k, top_p or min_p]: whether more candidates would change nothing
-        self.is_complete = sent["random_rows"].new_empty(0, dtype=torch.bool)
+        # bool [rows with top_k, top_p or min_p]: whether more candidates would change nothing;
+        # None = all rows are drawn, or the device draws the others itself.
+        self.is_complete: torch.Tensor | None = None
         drawn = []
         if whole:
             drawn.append(_invert(probs[:whole], numbers[:whole]))
         if self._cut_rows:
             self._probs, self._rows = probs[whole:], rows[whole:]
             self._cut = _Cut(numbers[whole:], sent["min_p"], sent["top_k"], sent["top_p"], sent["has_limit"])
-            count = min(random.num_candidates, probs.shape[1])
-            found, self.is_complete = _draw_cut(self._probs, self._cut, count)
+            most = _NUM_CANDIDATES if probs.is_cuda else random.num_candidates
+            found, is_complete = _draw_cut(self._probs, self._cut, min(most, probs.shape[1]))
+            if probs.is_cuda:
+                _draw_rest(found, self._probs, is_complete, self._cut)
+            else:
+                self.is_complete = is_complete
             drawn.append(found)
         tokens = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
         self.tokens = tokens if is_all else best[1].index_copy(0, rows, tokens)  # int64 [rows]
@@ -143,7 +149,7 @@ class Draws:
     def complete(self, is_complete: Sequence[float], failed: Container[int]) -> bool:
         """Draw rows that needed more candidates from the whole vocabulary; False = there are none.
 
-        ``is_complete``: its values. ``failed``: rows with an error; their tokens are not used.
+        ``is_complete``: its values, on a CPU. ``failed``: rows with an error; their tokens are not used.
         """
         open_rows = [
             index
@@ -152,7 +158,7 @@ class Draws:
         ]
         if not open_rows:
             return False
-        picked = upload({"rows": np.array(open_rows, dtype=np.int64)}, self.tokens.device)["rows"]
+        picked = torch.tensor(open_rows)
         probs = self._probs.index_select(0, picked)
         cut = _Cut(*(values.index_select(0, picked) for values in self._cut))
         found, _ = _draw_cut(probs, cut, probs.shape[1])
@@ -194,6 +200,21 @@ def _draw_cut(probs: torch.Tensor, cut: _Cut, num_candidates: int) -> tuple[torc
     return order.gather(1, columns[:, None])[:, 0], least > values[:, -1]
 
 
+def warm_up_draws(logits: torch.Tensor) -> None:
+    """Compile or load the kernel of a CUDA device; ``logits``: float32 [rows, vocabulary]."""
+    if logits.is_cuda:
+        none = logits.new_zeros((1, 1))
+        cut = _Cut(none.double(), none, none.long(), none.double(), none.bool())
+        _draw_rest(none.long()[0], logits[:1], torch.ones_like(cut.has_limit[0]), cut)
+
+
+def _draw_rest(found: torch.Tensor, probs: torch.Tensor, is_complete: torch.Tensor, cut: _Cut) -> None:
+    """Draw rows that need more candidates on the device, which alone knows of them."""
+    from .triton_kernels import draw_rest_on_cuda
+
+    draw_rest_on_cuda(found, probs, is_complete, cut)
+
+
 def _invert(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """First column with a cumulative probability above ``number`` times the row's total.
 
@@ -202,6 +223,4 @@ def _invert(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     totals = cumulative[:, -1:].contiguous()
     columns = torch.searchsorted(cumulative, numbers * totals, right=True)
-    # A number just below 1 may round to the total, which no column exceeds.
-    last = torch.searchsorted(cumulative, totals)
-    return torch.minimum(columns, last)[:, 0].clamp_(max=probs.shape[1] - 1)
+    return columns[:, 0].clamp_(max=probs.shape[1] - 1)

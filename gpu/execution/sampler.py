@@ -1,8 +1,8 @@
 """Draws the next token of each row from its logits.
 
 Log-probabilities are those of the model, before penalties and temperature. All of a step is
-enqueued before the device is waited for: once, or twice if a nucleus is larger than the candidates
-that are looked at first.
+enqueued before the device is waited for, once. A CPU then draws rows again whose nucleus is larger
+than the candidates; CUDA has a kernel for them.
 """
 
 import math
@@ -165,7 +165,8 @@ class Sampler:
         if random is not None:
             draws = Draws(random, sent, logits, (left, tokens))
             tokens = draws.tokens
-            facts.append(draws.is_complete)
+            if draws.is_complete is not None:
+                facts.append(draws.is_complete)
 
         def answers() -> list[torch.Tensor]:
             """The tokens, and the scores of those that are reported."""
@@ -176,7 +177,7 @@ class Sampler:
 
         before, after, *values = read(*facts, *answers())
         _add_errors(errors, before, after)
-        if draws is not None and draws.complete(values.pop(0), errors):
+        if draws is not None and draws.is_complete is not None and draws.complete(values.pop(0), errors):
             values = read(*answers())  # rare
         counts = [states[row].sampling.logprobs or 0 for row in scored]
         reported = dict(zip(scored, reports(values[1], counts), strict=True)) if scored else {}

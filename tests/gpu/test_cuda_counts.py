@@ -25,12 +25,12 @@ _LLAMA_8B = {
     "one adapter": (559, 7, 1, 2, 2368),
     "one long context": (335, 7, 1, 2, 2320),
     "prompt": (560, 7, 1, 2, 13176),
-    "temperature": (303, 18, 1, 3, 2960),
-    "top_p": (303, 42, 1, 3, 3888),
-    "penalties": (303, 49, 1, 3, 4656),
+    "temperature": (303, 15, 1, 3, 2960),
+    "top_p": (303, 40, 1, 3, 3632),
+    "penalties": (303, 47, 1, 3, 4400),
     "min_tokens": (303, 8, 1, 3, 3088),
     "logprobs": (303, 18, 1, 3, 13328),
-    "all parameters": (303, 61, 1, 3, 529968),
+    "all parameters": (303, 59, 1, 3, 529712),
 }
 _COUNTED = ("launches", "sampling launches", "waits", "copies", "copied bytes")
 

@@ -37,12 +37,12 @@ def test_masks_of_one_row_are_joined_and_short_ones_lack_the_last_tokens() -> No
     assert torch.isfinite(logits[1]).nonzero()[:, 0].tolist() == [3, 40]
 
 
-def test_the_triton_kernel_equals_the_definition_in_the_interpreter() -> None:
+def test_the_triton_kernels_equal_the_definition_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     run_triton_program("check_logits", "interpret", TRITON_INTERPRET="1")
 
 
-def test_the_triton_kernel_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+def test_the_triton_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run_triton_program("check_logits", "compile", TRITON_CACHE_DIR=str(tmp_path))
 

@@ -91,6 +91,14 @@ def test_the_nucleus_may_be_larger_than_the_first_candidates() -> None:
     assert 1300 < max(draw(torch.zeros(1, 5000), 300, top_k=1500)) < 1500
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 1500}, {"min_p": 0.5, "top_p": 0.5}])
+def test_a_gpu_draws_from_a_large_nucleus_as_a_cpu_does(params: dict[str, Any]) -> None:
+    logits = torch.zeros(1, 5000)
+    assert draw(logits.cuda(), 300, **params) == draw(logits, 300, **params)
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
