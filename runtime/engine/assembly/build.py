@@ -36,8 +36,9 @@ from ..adapter_manager import AdapterManager
 from ..core import CoreConfig, EngineCore
 from ..heartbeat import Heartbeat
 from ..loop import OwnPolicies
-from ..messages import CpuWorkerStats, ModelInfo, ThreadStats, TokenizerSpec
-from ..stats import CpuStats, watch_memory
+from ..memory_watch import watch_memory
+from ..messages import ModelInfo, TokenizerSpec
+from ..stats import cpu_stats
 from ..tokenizer import ModelTokenizer, read_tokenizer
 from .adapter_wiring import adapter_fetch, base_names, make_host_adapters, make_manager, register_adapters
 from .placement import Placement, kept_directory, place_engine, warn_of_what_is_not_kept
@@ -122,18 +123,6 @@ def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:
     failed = len(adapters) - len(ready)
     tail = f"; {failed} failed to load" if failed else ""
     return f"{len(ready)} ready, {span}, {total_bytes / _MIB:.1f} MiB; {fit} at once{tail}"
-
-
-def cpu_stats(loaded: "LoadedModel", coexecution: "Coexecution | None") -> CpuStats:
-    """Return statistics of the workers and of the threads that compute, as far as there are any."""
-    workers = CpuWorkerStats() if coexecution is None else coexecution.worker_stats()
-    threads = loaded.threads
-    if threads is None:
-        return CpuStats(workers)
-    total = threads.total
-    return CpuStats(
-        workers, ThreadStats(threads.num_threads, total.ran_s, total.waited_s, threads.waited_share)
-    )
 
 
 def make_grammars(
@@ -401,7 +390,7 @@ def _make_core(
         settings,
         clock=time.monotonic,
         on_adapter_gone=manager.remove_version,
-        cpu=partial(cpu_stats, loaded, coexecution),
+        cpu=partial(cpu_stats, loaded.threads, None if coexecution is None else coexecution.worker_stats),
     )
 
 

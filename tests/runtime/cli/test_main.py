@@ -9,9 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from corun.runtime import file_calls
 from corun.runtime.cli.main import main
 from corun.runtime.cli.parser import parse_arguments
-from corun.runtime.cli.serve import serve_configs
+from corun.runtime.cli.serve import check_paths, serve_configs
 from corun.runtime.config.demo import with_demo
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.serve import ServeConfig
@@ -258,3 +260,34 @@ def test_module_and_console_script_agree() -> None:
     done = subprocess.run([script, "--version"], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("corun ")
+
+
+def test_env_shows_versions_devices_and_limits() -> None:
+    script = Path(sys.executable).with_name("corun")
+    done = subprocess.run([script, "env"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    facts = dict(line.split(":", 1) for line in done.stdout.splitlines())
+    for name in ("corun", "python", "torch", "transformers", "triton", "numba"):
+        assert facts[name].strip()
+    for name in ("cpu", "cpu features", "cpus", "memory", "memory limit", "/dev/shm"):
+        assert facts[name].strip()
+    assert "numba threading" in facts
+    assert any(name.startswith("cuda device") for name in facts)
+    assert facts["torch built for cuda"].strip() == (torch.version.cuda or "no")
+
+
+def test_directories_that_the_options_name_exist_or_do_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for path, reason in (("x", "no such directory"), ("file", "not a directory")):
+        directory = str(tmp_path / path)
+        for engine, serve in (
+            (EngineConfig(lora_dir=directory), ServeConfig()),
+            (EngineConfig(lora_modules=(f"a={directory}",)), ServeConfig()),
+            (EngineConfig(), ServeConfig(allowed_lora_dirs=(directory,))),
+        ):
+            with pytest.raises(ConfigError, match=f"{directory}: {reason}"):
+                check_paths(engine, serve)
+    monkeypatch.setattr(file_calls, "is_directory", lambda path: None)
+    check_paths(EngineConfig(lora_dir="/mnt/dead"), ServeConfig(allowed_lora_dirs=("/mnt/dead",)))

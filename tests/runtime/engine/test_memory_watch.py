@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from corun.runtime.engine.stats import MemoryWatch
+from corun.runtime.engine.memory_watch import MemoryWatch
 from corun.runtime.memory.relief import MemoryRoom
 
 _TIMEOUT_S = 20.0

@@ -1,25 +1,30 @@
-"""Resolvers are asked once for each name and any number of requests, and not again for a while."""
+"""Resolvers are asked once for a name and any number of requests, and what they find is limited."""
 
 import asyncio
 import contextvars
 import errno
 import gc
 import os
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from corun.runtime import file_calls
 from corun.runtime.adapters.info import AdapterInfo
 from corun.runtime.adapters.names import FAILED
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.client import ThreadClient
 from corun.runtime.errors import AdapterError, AdminKeyNeededError, ConfigError, CorunError, UnknownModelError
 from corun.runtime.frontend.async_engine import AsyncEngine
+from corun.runtime.frontend.hub_budget import HubBudget, bytes_of_adapters
 from corun.runtime.frontend.lora_client import LoraClient
-from corun.runtime.frontend.lora_resolvers import HubResolver, make_resolver
+from corun.runtime.frontend.lora_resolvers import DirectoryResolver, HubResolver, make_resolver
 from corun.runtime.frontend.outputs import LoRARequest
 from corun.runtime.frontend.requester import IS_ADMIN
+from corun.runtime.limits import HubLimits
+from support.adapter_files import write_adapter
 from support.fake_core import FACTORY
 
 
@@ -227,3 +232,125 @@ def test_a_directory_that_cannot_be_read_is_not_said_to_hold_nothing(
     monkeypatch.setattr(os, "stat", refuse)
     with pytest.raises(UnknownModelError, match=r"cannot look for adapter 'a': .*Permission denied"):
         asyncio.run(resolver.resolve_lora("base", "a"))
+
+
+_SOON_S = 20.0
+
+
+def test_a_directory_that_does_not_answer_holds_few_threads_for_any_number_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_calls, "_SLICE_S", 0.01)
+    monkeypatch.setattr(file_calls.FILES, "timeout_s", 0.1)
+    dead, alive = tmp_path / "dead", tmp_path / "alive"
+    write_adapter(alive / "sql")
+    answers, stuck, stat = threading.Event(), list[str](), os.stat
+
+    def dead_stat(path: str | Path, **options: bool) -> os.stat_result:
+        if str(path).startswith(str(dead)):
+            stuck.append(str(path))
+            assert answers.wait(_SOON_S)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", dead_stat)
+
+    async def run() -> None:
+        resolver = DirectoryResolver(dead)
+        asked = [asyncio.ensure_future(resolver.resolve_lora("base", str(number))) for number in range(200)]
+        for one in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(one, UnknownModelError) and "does not answer" in str(one)
+        monkeypatch.setattr(file_calls.FILES, "timeout_s", _SOON_S)
+        found = await DirectoryResolver(alive).resolve_lora("base", "sql")
+        assert found is not None and found.lora_path == str(alive / "sql")
+
+    asyncio.run(asyncio.wait_for(run(), _SOON_S))
+    assert 0 < len(stuck) <= 8
+    answers.set()
+
+
+LIMITS = HubLimits(max_adapter_bytes=100, max_adapters=2, max_cache_bytes=150)
+
+
+@pytest.fixture
+def served() -> set[str]:
+    return set()
+
+
+@pytest.fixture
+def budget(served: set[str]) -> HubBudget:
+    return HubBudget(LIMITS, served.__contains__)
+
+
+def add_repository(cache: Path, name: str, num_bytes: int, *, config: bool = True) -> None:
+    """As the hub's library lays it out."""
+    blobs, snapshot = (cache / f"models--{name}" / one for one in ("blobs", "snapshots/abc"))
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (blobs / "weights").write_bytes(bytes(num_bytes))
+    (blobs / "config").write_bytes(b"{}" if config else b"")
+    (snapshot / "adapter_model.safetensors").symlink_to(blobs / "weights")
+    if config:
+        (snapshot / "adapter_config.json").symlink_to(blobs / "config")
+
+
+def fetch(budget: HubBudget, name: str, num_bytes: int, cache: Path) -> None:
+    with budget.reserved(name, num_bytes, cache):
+        pass
+
+
+def test_the_size_of_one(budget: HubBudget) -> None:
+    budget.check_size("a", 100)
+    with pytest.raises(AdapterError, match=r"'a' has 101 bytes.*at most 100.*--max-hub-adapter-mib"):
+        budget.check_size("a", 101)
+
+
+def test_the_number(budget: HubBudget, served: set[str], tmp_path: Path) -> None:
+    for name in ("a", "b", "a"):
+        fetch(budget, name, 0, tmp_path)
+        served.add(name)
+    with pytest.raises(AdapterError, match=r"'c' is not fetched: 2 adapters.*--max-hub-adapters"):
+        fetch(budget, "c", 0, tmp_path)
+    served.remove("b")  # it is unloaded
+    fetch(budget, "c", 0, tmp_path)
+
+
+def test_fetches_that_run_count(budget: HubBudget, tmp_path: Path) -> None:
+    with (
+        budget.reserved("a", 60, tmp_path),
+        budget.reserved("a", 30, tmp_path),
+        budget.reserved("b", 60, tmp_path),
+    ):
+        with pytest.raises(AdapterError, match="--max-hub-adapters"):
+            fetch(budget, "c", 0, tmp_path)
+        with pytest.raises(AdapterError, match="--max-hub-gib"):
+            fetch(budget, "b", 1, tmp_path)
+    fetch(budget, "c", 100, tmp_path)
+
+
+def test_a_fetch_that_fails_takes_nothing(budget: HubBudget, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        with pytest.raises(ValueError, match="no"), budget.reserved(name, 100, tmp_path):
+            raise ValueError("no")
+    for name in ("d", "e"):
+        fetch(budget, name, 100, tmp_path)
+
+
+def test_the_bytes_in_the_cache(tmp_path: Path) -> None:
+    add_repository(tmp_path, "adapter", 100)
+    add_repository(tmp_path, "base", 1_000_000, config=False)
+    used = bytes_of_adapters(tmp_path)
+    assert 102 <= used < 1_000_000
+    limits = HubLimits(max_adapter_bytes=100, max_cache_bytes=used + 10)
+    budget = HubBudget(limits, lambda name: True)
+    fetch(budget, "a", 10, tmp_path)
+    with pytest.raises(AdapterError, match=r"its 11 bytes.*are more than.*--max-hub-gib"):
+        fetch(budget, "b", 11, tmp_path)
+    fetch(budget, "c", 0, tmp_path)  # its files are in the cache
+
+
+def test_a_link_to_nothing_has_few_bytes(tmp_path: Path) -> None:
+    add_repository(tmp_path, "adapter", 1_000_000)
+    (tmp_path / "models--adapter" / "blobs" / "weights").unlink()
+    (tmp_path / "models--adapter" / "blobs" / "shared").symlink_to(tmp_path / "nothing")
+    assert bytes_of_adapters(tmp_path) < 1_000_000
+    assert bytes_of_adapters(tmp_path / "nothing") == 0

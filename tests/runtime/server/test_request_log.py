@@ -1,4 +1,4 @@
-"""``--request-log``: lines, rotation, full disks, and files moved or deleted."""
+"""``--request-log``: lines, rotation, full disks, files moved; and warnings of clients, one a minute."""
 
 import errno
 import json
@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.errors import ConfigError
+from corun.runtime.server.connection import MinuteLog
 from corun.runtime.server.request_log import RequestLog, request_log_of
 from corun.runtime.server.request_records import HttpRequestRecord
 
@@ -188,3 +190,44 @@ def test_a_file_that_cannot_be_opened_stops_the_start(tmp_path: Path, name: str)
 def test_without_the_option_there_is_none() -> None:
     with request_log_of(ServeConfig()) as log:
         assert log is None
+
+
+class OneTimer:
+    """A loop with a single timer, which the test lets end."""
+
+    def __init__(self) -> None:
+        self.due: Callable[[], None] | None = None
+
+    def call_later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> object:
+        assert self.due is None and delay_s == 60.0
+        self.due = lambda: call(*arguments)
+        return self
+
+    def pass_a_minute(self) -> None:
+        due, self.due = self.due, None
+        assert due is not None
+        due()
+
+
+def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    loop: Any = OneTimer()
+    log = MinuteLog("%d of kind %s", "x")
+
+    def lines() -> list[str]:
+        found = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return found
+
+    for _ in range(100):
+        log.count(loop)
+    assert lines() == ["1 of kind x"]
+    loop.pass_a_minute()
+    assert lines() == ["99 of kind x"]
+    log.count(loop)
+    assert lines() == []
+    loop.pass_a_minute()
+    assert lines() == ["1 of kind x"]
+    loop.pass_a_minute()
+    assert lines() == [] and loop.due is None
+    log.count(loop)
+    assert lines() == ["1 of kind x"]
