@@ -128,7 +128,9 @@ def _matrix(
         known = ", ".join(_DTYPES)
         raise unreadable(name, f"{scales} is {files.dtype(scales)}; corun supports {known}")
     rows, columns = shape[-2:]
-    blocks = [(rows, columns), (1, columns)] + ([block] if block else [])
+    blocks = [(rows, columns), (1, columns)]
+    if block:  # its size is only what config.json says
+        blocks.append((min(rows, block[0]), min(columns, block[1])))
     for one in blocks:
         # A tool may leave out dimensions of size 1.
         if _without_ones(_grid(shape, one)) == _without_ones(found):

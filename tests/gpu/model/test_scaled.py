@@ -72,6 +72,13 @@ def test_blocks_rows_and_experts(
     assert same_bits(found, (weight.float() * full).to(kept))
 
 
+def test_blocks_that_are_larger_than_a_matrix(tmp_path: Path) -> None:
+    weight, scales = floats(24, 40), torch.rand(2, 1)
+    config = {**FP8, "weight_block_size": [16, 1 << 60]}
+    found = files(tmp_path, {NAME: weight, f"{NAME}_scale_inv": scales}, config).read(NAME)
+    assert same_bits(found, weight.float() * scales.repeat_interleave(16, 0)[:24])
+
+
 def test_a_matrix_of_many_pieces(tmp_path: Path) -> None:
     """More elements than become float32 at once; blocks are cut."""
     weight, scales = floats(1300, 4100), torch.rand(11, 33)
