@@ -134,7 +134,7 @@ def _read_matrix(files: WeightFiles, name: str, kind: str) -> _Matrix:
         shape, dtype = tuple(map(int, fields["shape"])), str(fields["dtype"])
         block_size, offset = int(fields["blocksize"]), float(fields.get("nested_offset", 0.0))
         found = fields.get("quant_type", kind)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise unreadable(name, f"{state} is not valid: {error!r}") from error
     for one in (kind, found):
         if one not in _KINDS:

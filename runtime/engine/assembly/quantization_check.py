@@ -33,7 +33,6 @@ class _Figures:
 
     kind: str
     num_bytes: int
-    num_quantized_bytes: int
     num_in_full: int  # see ``Weights``
     perplexity: float
     next_tokens: tuple[int, ...]  # the most likely one after each token
@@ -72,7 +71,7 @@ class QuantizationReport:
 
 
 def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
-    """Load the model on the CPU, first in full, then quantised as in ``config``, and compare.
+    """Load the model on the CPU, first quantised as in ``config``, then in full, and compare.
 
     Raises ``ConfigError`` if the text is too short, or both are the same; ``ModelError`` if the
     model cannot be loaded.
@@ -93,9 +92,7 @@ def compare_quantized(config: EngineConfig, text: str) -> QuantizationReport:
     full_config = replace(config, quantization=OFF, lm_head_quantization="auto")
     if config.quantization == OFF:
         config = replace(config, quantization=None)
-    full, quantized = (_figures(one, tokens) for one in (full_config, config))
-    if not quantized.num_quantized_bytes:
-        raise ConfigError(f"{model} is served in full; give --quantization int8 or int4, to compare with it")
+    quantized, full = (_figures(one, tokens) for one in (config, full_config))
     return QuantizationReport(model, full, quantized)
 
 
@@ -107,6 +104,10 @@ def _figures(config: EngineConfig, tokens: list[int]) -> _Figures:
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     loaded = assemble.load(source, config, lambda _: None, kept=kept_directory())
     try:
+        if config.quantization != OFF and not loaded.weights.quantized_bytes:
+            raise ConfigError(
+                f"{config.model} is served in full; give --quantization int8 or int4, to compare with it"
+            )
         kind = loaded.weights.kind or str(loaded.dtype).removeprefix("torch.")
         loss, next_tokens = 0.0, []
         for window, logprobs in _logprobs(loaded, tokens):
@@ -115,14 +116,7 @@ def _figures(config: EngineConfig, tokens: list[int]) -> _Figures:
             next_tokens += logprobs.argmax(dim=-1).tolist()
         perplexity = math.exp(loss / len(next_tokens))
         weights = loaded.weights
-        return _Figures(
-            kind,
-            weights.num_bytes,
-            weights.quantized_bytes,
-            weights.num_in_full,
-            perplexity,
-            tuple(next_tokens),
-        )
+        return _Figures(kind, weights.num_bytes, weights.num_in_full, perplexity, tuple(next_tokens))
     finally:
         loaded.close()
 

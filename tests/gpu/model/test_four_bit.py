@@ -196,6 +196,7 @@ STATE = f"{NAME}.quant_state.bitsandbytes__nf4"
         (lambda t: t.update({f"{NAME}.other": torch.ones(8)}), "does not know its tensor"),
         (lambda t: t.update({STATE: torch.zeros(9).byte()}), "is not valid"),
         (changed(blocksize=None), "is not valid: KeyError"),
+        (changed(blocksize=float("inf")), "is not valid: OverflowError"),
         (changed(blocksize=48), "blocks have 48 elements"),
         (changed(blocksize=0), "blocks have 0 elements"),
         (changed(blocksize=128), r"it is \[16\], but must be \[8\]"),
