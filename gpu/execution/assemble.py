@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...cpu_workers.kernels.simd import arithmetic, isa
@@ -31,7 +33,7 @@ from ..linear.numba_backend import NumbaLinear
 from ..linear.plain import PlainLinear
 from ..linear.read_base import BaseReader
 from ..linear.select import select_linear_backend
-from ..linear.wrapper import adapt_embedding, detach_from_weight_files, wrap_linears
+from ..linear.wrapper import CorunLinear, adapt_embedding, detach_from_weight_files, wrap_linears
 from ..lora.base import LoraBackend, PackedLora
 from ..lora.select import select_lora_backend
 from ..lora.table import DeviceAdapter, LoraTable
@@ -280,7 +282,7 @@ def equip(
         make_linear = select_linear_backend(config.linear_backend, device=where, dtype=dtype, kept=kept)
     weights = _replace_linears(model, context, make_linear, target_map, linears, on_progress)
     fused_kernels_name = select_fused_kernels(
-        config.fused_kernels, model, lambda: record_attention(model, hook)
+        config.fused_kernels, model, lambda: _record_attention(model, hook, target_map)
     )
     attention_backend = select_attention_backend(config.attention_backend, device=where, dtype=dtype)
     names = {"attention": attention_backend.name, "LoRA": lora_backend.name}
@@ -314,11 +316,34 @@ def _record(
 
     def pass_through() -> None:
         nonlocal record
-        record = record_attention(model, hook)
+        record = _record_attention(model, hook, target_map)
 
     calls = record_calls(model, [target.path for target in target_map.targets], pass_through)
     assert record is not None
     return with_calls(target_map, calls), record
+
+
+def _record_attention(
+    model: PreTrainedModel, hook: PagedAttentionHook, target_map: TargetMap
+) -> AttentionRecord:
+    """``record_attention``, on the CPU without the products that take its time."""
+    if model.device.type != "cpu":
+        return record_attention(model, hook)
+    paths = {one.physical_path for one in target_map.targets if one.is_inside or one.is_head}
+    found = [model.get_submodule(path) for path in paths]
+    # Not modules in the place of a linear, nor routers, which choose what is called.
+    linears = [one for one in found if type(one) in (nn.Linear, CorunLinear)]
+    for linear in linears:
+        linear.forward = partial(_no_product, linear.out_features)
+    try:
+        return record_attention(model, hook)
+    finally:
+        for linear in linears:
+            del linear.forward
+
+
+def _no_product(out_features: int, x: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros((*x.shape[:-1], out_features))
 
 
 def _replace_linears(

@@ -1,5 +1,6 @@
 """Probes of a loaded model at start: its answers, its exact lengths, and its threads."""
 
+import hashlib
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +8,13 @@ from pathlib import Path
 from ...cpu_workers.affinity import limit_torch_threads
 from ...runtime.config.engine import EngineConfig
 from ...runtime.errors import ModelError
+from ...runtime.kept_records import read_record, write_record
 from ..forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from ..kept_choices import choice_path
+from ..model.fingerprint import code_files, model_fingerprint
 from ..model.load import quiet_library
-from ..model.probe import MAX_PROBE_TOKENS, NUM_PROBE_SEQUENCES, check_parity
-from ..model.source import describe
+from ..model.probe import MAX_PROBE_TOKENS, NUM_PROBE_SEQUENCES, PackedStep, check_parity
+from ..model.source import ModelSource, describe
 from .adaptive_threads import AdaptiveThreads, ThreadChoice
 from .assemble import LoadedModel, least, make_runner
 from .threads import choose_threads, probe_tokens, set_threads
@@ -21,6 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 # With these back ends, torch computes nothing large.
 _ALL_OWN_KERNELS = {"linear": "numba", "attention": "numba", "LoRA": "numba", "fused kernels": "numba"}
+_CORUN, _CODE = Path(__file__).parents[2], ("gpu", "cpu_workers")  # of forward passes
 _ANY_LENGTH = 2**20  # for a model that does not state its context length
 
 
@@ -52,8 +56,7 @@ def probe(
     try:
         try:
             with quiet_library():  # it warns of configurations of omitted parts
-                error = check_parity(loaded.model, loaded.hook, runner.probe_step)
-                _LOG.info("parity probe passed: largest relative difference of logits %.2g", error)
+                _compare(loaded, config, runner.probe_step, kept)
                 loaded = _limited(loaded, config, kept)
         except ModelError as mismatch:
             if not config.skip_parity_probe:
@@ -69,6 +72,41 @@ def probe(
         return loaded
     threads = AdaptiveThreads(_limit_threads(loaded, config, owns_torch=owns_torch))
     return replace(loaded, threads=threads)
+
+
+def _compare(loaded: LoadedModel, config: EngineConfig, step: PackedStep, kept: Path | None) -> None:
+    """Compare logits, unless they agreed at an earlier start with all the same. ``ModelError``."""
+    path = _verdict_path(loaded, config, kept)
+    error = None if path is None else read_record(path, float)
+    if error is not None:
+        _LOG.info(
+            "parity probe: not repeated, as it passed at an earlier start with the same weights, "
+            "code and processor (largest relative difference of logits %.2g)",
+            error,
+        )
+        return
+    error = check_parity(loaded.model, loaded.hook, step)
+    _LOG.info("parity probe passed: largest relative difference of logits %.2g", error)
+    if path is not None:
+        write_record(path, error, "the next start compares logits again")
+
+
+def _verdict_path(loaded: LoadedModel, config: EngineConfig, kept: Path | None) -> Path | None:
+    """The path for the result of a comparison on the CPU, named by all that it depends on."""
+    if kept is None or loaded.model.device.type != "cpu":
+        return None
+    assert config.model is not None
+    source = ModelSource(config.model, config.revision, config.trust_remote_code)
+    weights = model_fingerprint(source, loaded.model.config, loaded.weights.label)
+    # A file's time of modification can be set back, unlike that of its last change.
+    found = [path.stat() for path in sorted(Path(config.model).glob("*.safetensors"))]
+    stamps = [(one.st_ino, one.st_size, one.st_ctime_ns) for one in found]
+    code = hashlib.sha256()
+    own = (path for folder in _CODE for path in sorted((_CORUN / folder).rglob("*.py")))
+    for path in (*own, *code_files(loaded.model)):
+        code.update(path.read_bytes())
+    backends = sorted(loaded.backend_names.items())
+    return choice_path(kept, "parity", weights, stamps, loaded.layout, backends, code.hexdigest())
 
 
 def _limit_threads(loaded: LoadedModel, config: EngineConfig, *, owns_torch: bool) -> ThreadChoice:

@@ -75,8 +75,16 @@ class Inputs:
         self._scales = scales
         self._kernels = kernels
         self._drawn: dict[int, list[Input]] = {}
+        self._known: set[tuple[type, int]] = set()
 
-    def of(self, features: int) -> list[Input]:
+    def add_known(self, kind: type, features: int) -> None:
+        """Further modules of this class and width are compared on single tokens only.
+
+        They differ from the one that has been replaced in their weights, perhaps in constants.
+        """
+        self._known.add((kind, features))
+
+    def of(self, kind: type, features: int) -> list[Input]:
         """Drawn once for all modules of a width."""
         if features not in self._drawn:
             one, many = (
@@ -85,7 +93,7 @@ class Inputs:
             )
             parts = Input(torch.cat(many, dim=1), len(many))
             self._drawn[features] = [*(Input(x, 1) for x in one), parts]
-        return self._drawn[features]
+        return self._drawn[features][: -1 if (kind, features) in self._known else None]
 
 
 def agree(actual: torch.Tensor, expected: torch.Tensor, num_parts: int = 1) -> bool:
@@ -341,7 +349,7 @@ def _install_norms(model: nn.Module, kernels: FusedKernels) -> FusedCounts:
         if candidates:
             weight = module.weight
             assert isinstance(weight, torch.Tensor)
-            _install_first_equal(module, candidates, inputs.of(len(weight)), counts)
+            _install_first_equal(module, candidates, len(weight), inputs, counts)
         elif is_weighted_norm(module):
             counts.unknown.add(type(module).__name__)
     return counts
@@ -355,24 +363,23 @@ def _install_mlps(model: nn.Module, kernels: FusedKernels) -> FusedCounts:
         candidates = list(mlp_candidates(module, tables, kernels.product))
         if candidates:
             first: Any = next(module.children())
-            _install_first_equal(module, candidates, inputs.of(first.in_features), counts)
+            _install_first_equal(module, candidates, first.in_features, inputs, counts)
         elif is_gated(module):
             counts.unknown.add(type(module).__name__)
     return counts
 
 
 def _install_first_equal(
-    module: nn.Module, candidates: Iterable[Forward], inputs: list[Input], counts: FusedCounts
+    module: nn.Module, candidates: Iterable[Forward], features: int, inputs: Inputs, counts: FusedCounts
 ) -> None:
     counts.found += 1
     forward: Forward = module.forward
-    expected = [forward(given.x) for given in inputs]
+    compared = [(given, forward(given.x)) for given in inputs.of(type(module), features)]
     for candidate in candidates:
-        if all(
-            agree(candidate(given.x), y, given.num_parts) for given, y in zip(inputs, expected, strict=True)
-        ):
+        if all(agree(candidate(given.x), expected, given.num_parts) for given, expected in compared):
             module.forward = candidate
             counts.replaced += 1
+            inputs.add_known(type(module), features)
             return
     _LOG.info(
         "fused kernels: none for %s, because none gives the module's own results", type(module).__name__

@@ -14,11 +14,13 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from ...cpu_workers.affinity import limit_torch_threads
 from ...runtime.kept_records import mark_as_used
 from ...runtime.whole_file import replacing
 from ..device import huge_pages
@@ -39,10 +41,16 @@ Arrays = Mapping[str, np.ndarray]
 class KeptWeights:
     """The cached matrices of one model; may be empty."""
 
-    def __init__(self, directory: Path, key: str) -> None:
-        """``key``: names content and packing, as part of a file's name."""
+    def __init__(self, directory: Path, key: str, num_threads: int = 1) -> None:
+        """Begin to read all of them, with ``num_threads``.
+
+        ``key``: names content and packing, as part of a file's name.
+        """
         self._path = directory / f"{key}{_SUFFIX}"
         self._index: dict[str, Any] = {}
+        self._ahead: dict[str, Future[dict[str, np.ndarray]]] = {}
+        # Copies, digests and new pages take as long as reading, and one thread waits for all.
+        self._threads = ThreadPoolExecutor(num_threads, "corun-kept-weights", initializer=limit_torch_threads)
         try:
             self._file = self._path.open("rb", buffering=0)
         except OSError:
@@ -55,6 +63,7 @@ class KeptWeights:
                 raise ValueError("it has no valid index")
             self._index = index
             self._start = _aligned(_LENGTH_BYTES + length)
+            self._ahead = {name: self._threads.submit(self._read_all, one) for name, one in index.items()}
         except (OSError, ValueError) as error:
             self._damaged(str(error))
         mark_as_used(self._path)
@@ -64,18 +73,20 @@ class KeptWeights:
         return len(self._index)
 
     def read(self, name: str) -> dict[str, np.ndarray] | None:
-        """The arrays of a matrix, in their own memory; None if missing or damaged."""
-        entry = self._index.get(name)
-        if entry is None:
+        """The arrays of a matrix, in their own memory; None if missing, damaged or read before."""
+        found = self._ahead.pop(name, None)
+        if found is None:
             return None
         try:
-            return {array: self._read(fields) for array, fields in entry.items()}
+            return found.result()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._damaged(f"{name}: {error}")
             return None
 
     def close(self) -> None:
-        """Close the file, if there is one. Idempotent."""
+        """Stop reading, and close the file, if there is one. Idempotent."""
+        self._ahead.clear()
+        self._threads.shutdown(cancel_futures=True)
         if hasattr(self, "_file"):
             self._file.close()
 
@@ -95,6 +106,9 @@ class KeptWeights:
             )
         else:
             _LOG.info("packed weights are kept in %s (%d bytes)", self._path, num_bytes)
+
+    def _read_all(self, entry: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        return {array: self._read(fields) for array, fields in entry.items()}
 
     def _read(self, fields: Mapping[str, Any]) -> np.ndarray:
         dtype, shape = np.dtype(str(fields["dtype"])), tuple(map(int, fields["shape"]))

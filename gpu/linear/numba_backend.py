@@ -1,9 +1,11 @@
 """Products on the CPU in bfloat16 through corun's own kernel."""
 
+import collections
 import math
 import threading
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import numpy as np
@@ -84,6 +86,19 @@ class KernelLinear:
         )
 
 
+def _pack(bits: np.ndarray, packed: np.ndarray, tag: np.generic) -> None:
+    """``layout.pack_linear`` with the threads of the kernels: most of its time is new pages."""
+    num_panels = -(-len(packed) // num_kernel_threads())
+    num_rows = num_panels * layout.linear_panel_columns(tag)
+
+    def pack_share(share: int) -> None:
+        rows = bits[share * num_rows : (share + 1) * num_rows]
+        layout.pack_linear(rows, packed[share * num_panels : (share + 1) * num_panels], tag)
+
+    with ThreadPoolExecutor(num_kernel_threads(), "corun-packing") as threads:
+        collections.deque(threads.map(pack_share, range(-(-len(packed) // num_panels))), maxlen=0)
+
+
 class NumbaLinear(KernelLinear):
     """Holds only the packed copy; the original weight is released if it has no other references."""
 
@@ -104,7 +119,7 @@ class NumbaLinear(KernelLinear):
         memory = huge_pages.zeros(math.prod(shape) * _ITEM_BYTES)
         self.packed = memory.view(torch.uint16).view(shape)
         bits = weight.detach().contiguous().view(torch.uint16)
-        layout.pack_linear(bits.numpy(), self.packed.numpy(), tag)
+        _pack(bits.numpy(), self.packed.numpy(), tag)
         super().__init__(tag, (out_features, in_features), self.packed.numpy(), bias)
 
     @property

@@ -23,6 +23,7 @@ from ...cpu_workers.kernels.simd.layout import quantized_panel_columns as panel_
 from ...runtime.adapters.target_map import EXPERTS_REASON
 from ...runtime.adapters.tensor_names import PathIndex
 from ...runtime.errors import ModelError
+from ..forward.kernel_threads import num_kernel_threads
 from ..linear.base import LinearBackend
 from ..linear.kept_weights import KeptWeights, cached_answer
 from ..linear.quantized import QuantizedWeight, quantize
@@ -44,6 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 _WEIGHTS_AT_ONCE = 1 << 22  # converted at a time
 _CHECKED_TOKENS = 3
+_CHECKED_ROWS = 512
 _FORM = 2  # of stored matrices; another number after each change of the kernels' layout
 # Names of arrays besides that of codes, which names their kind.
 _EXPONENTS, _ORDER, _ZERO_POINTS = "exponents", "order of inputs", "has zero points"
@@ -189,7 +191,8 @@ class QuantizedLinears:
         else:
             packed = _from_arrays(arrays, linear.out_features, linear.in_features)
             if has_kernel and all(packed.name != one.name for one in self._made.values()):
-                self._check_products(path, packed, packed.unpacked())
+                num_panels = -(-_CHECKED_ROWS // panel_columns())
+                self._check_products(path, packed, packed.unpacked(num_panels=num_panels))
             self._num_read += 1
         self._made[path] = packed
         # A copy: the bias itself would keep all of its file mapped.
@@ -290,20 +293,21 @@ class QuantizedLinears:
         question = hashlib.sha256(stamps.encode()).hexdigest()
         content = cached_answer(directory, question, self._files.digest)
         parts = (content, self._quantization.label, panel_columns(), _FORM, __version__)
-        return KeptWeights(directory, hashlib.sha256(repr(parts).encode()).hexdigest())
+        key = hashlib.sha256(repr(parts).encode()).hexdigest()
+        return KeptWeights(directory, key, num_kernel_threads())
 
     def _check_products(self, path: str, packed: PackedWeight, weight: QuantizedWeight) -> None:
-        """Compare the kernels' products with the dequantised matrix. Raises ``ModelError``.
+        """Compare the kernels' products with the first and last rows. Raises ``ModelError``.
 
-        They differ by the rounding of x to integers, and that of y.
+        ``weight``: the matrix before packing, or its first rows. Products differ by the rounding
+        of x to integers, and that of y.
         """
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(_CHECKED_TOKENS, weight.codes.shape[1], generator=generator)
         x = x.to(torch.bfloat16)
         actual = QuantizedLinear(packed, None)(x).float()
-        num_rows = max(1, _WEIGHTS_AT_ONCE // x.shape[1])
-        for start in range(0, len(weight.codes), num_rows):
-            rows = slice(start, start + num_rows)
+        for start in {0, max(0, len(weight.codes) - _CHECKED_ROWS)}:
+            rows = slice(start, start + _CHECKED_ROWS)
             zeros = None if weight.zero_points is None else weight.zero_points[rows]
             part = replace(weight, codes=weight.codes[rows], scales=weight.scales[rows], zero_points=zeros)
             matrix = torch.from_numpy(part.dequantized())

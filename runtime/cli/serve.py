@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ..config.demo import with_demo
@@ -89,13 +90,17 @@ def check_paths(engine_config: EngineConfig, serve_config: ServeConfig) -> None:
 
 
 def _serve(engine_config: EngineConfig, serve_config: ServeConfig) -> int:
-    # The engine takes longest to start, so it starts before the server is imported.
+    access = Access.of(serve_config)
+    access.check_model(engine_config.model)
+    engine_config = replace(engine_config, allowed_lora_dirs=serve_config.allowed_lora_dirs)
+    # The engine takes longest to start, so it loads while the server is imported.
     with contextlib.closing(spawn_engine(serve_config.log_level)) as spawned:
+        spawned.configure(engine_config)
         import asyncio
 
         from ..server.run import serve
 
-        server = serve(engine_config, serve_config, spawned=spawned)
+        server = serve(engine_config, serve_config, spawned=spawned, access=access)
         if sys.platform == "linux":
             import uvloop
 

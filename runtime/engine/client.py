@@ -50,7 +50,10 @@ class ProcessClient(ChannelClient):
         factory: str = DEFAULT_FACTORY,
         spawned: SpawnedEngine | None = None,
     ) -> None:
-        """``spawned``: a process that has been started; None = ``start`` starts one."""
+        """``spawned``: a process that has been started; None = ``start`` starts one.
+
+        ``config`` must be that of a process that is configured.
+        """
         super().__init__(config)
         self._log_level = log_level
         self._factory = factory
@@ -71,7 +74,8 @@ class ProcessClient(ChannelClient):
 
     def _greet(self) -> None:
         assert self._channel is not None
-        self._channel.send(config_to_dict(self.config))
+        if self._spawned is None or not self._spawned.is_configured:
+            self._channel.send(config_to_dict(self.config))
 
     def _watch(self, pid: int) -> None:
         """Notice the process's end even if another process has its end of the channel open."""

@@ -10,6 +10,9 @@ import subprocess
 import sys
 
 from ...cpu_workers.process_life import signals_held
+from ..config.codec import config_to_dict
+from ..config.engine import EngineConfig
+from .channel import encode_frame
 from .heartbeat import Heartbeat, open_heartbeat_file
 
 _KILL_WAIT_S = 5.0
@@ -23,6 +26,16 @@ class SpawnedEngine:
         self.process = process
         self.sock = sock
         self.heartbeat = heartbeat
+        self.is_configured = False
+
+    def configure(self, config: EngineConfig) -> None:
+        """Send the configuration, with which the process begins to load.
+
+        A process that has ended is noticed later, by the end of the channel.
+        """
+        self.is_configured = True
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.sock.sendall(encode_frame(config_to_dict(config)))
 
     def close(self) -> None:
         """End the process, unless it has ended. Idempotent."""

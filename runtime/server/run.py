@@ -36,20 +36,23 @@ async def serve(
     *,
     make_client: Callable[[EngineConfig], EngineClient] | None = None,
     spawned: SpawnedEngine | None = None,
+    access: Access | None = None,
 ) -> int:
     """Serve until a signal (exit code 0) or until the engine dies (1) or hangs (3).
 
     Handles SIGTERM and SIGINT meanwhile: the first one drains, the second one ends at once.
     ``make_client`` replaces the engine process; ``spawned`` is one that the caller has started and
-    ends. Raises ``ConfigError`` for a port that is in use and for unreadable files, and the error
-    that keeps the engine from starting.
+    ends. ``access``: that of ``serve_config``, checked, if the caller has read its files.
+    Raises ``ConfigError`` for a port that is in use and for unreadable files, and the error that
+    keeps the engine from starting.
     """
     chat_template = _read_template("--chat-template", serve_config.chat_template)
     response_template = _read_template("--response-template", serve_config.response_template)
     _check_response_template(response_template, serve_config.response_template)
     engine_config = replace(engine_config, allowed_lora_dirs=serve_config.allowed_lora_dirs)
-    access = Access.of(serve_config)
-    access.check_model(engine_config.model)
+    if access is None:
+        access = Access.of(serve_config)
+        access.check_model(engine_config.model)
     access.warn_if_open(serve_config.allowed_origins)
     _check_resolvers(engine_config, access)
     allow_descriptors(serve_config.max_connections)

@@ -284,7 +284,7 @@ def _build(
     )
     loaded = assemble.load(source, config, on_progress, placement.background_cpus, kept_directory())
     try:
-        on_progress("comparing logits with transformers (parity probe)")
+        on_progress("comparing logits with transformers, or reading the kept verdict (parity probe)")
         may_choose = own_process and config.cpu_threads is None
         loaded = start_probe.probe(
             loaded,

@@ -75,6 +75,20 @@ def test_every_activation_is_exact_for_every_gate(name: str) -> None:
     assert torch.equal(table[numbers], expected[numbers])
 
 
+class _ScaledNorm(LlamaRMSNorm):  # type: ignore[misc]
+    factor = 1.0
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return super().forward(hidden_states) * self.factor
+
+
+def test_each_module_of_a_class_is_compared() -> None:
+    norms = [_ScaledNorm(64).bfloat16() for _ in range(4)]
+    norms[2].factor = 1.01
+    install_fused_kernels(nn.ModuleList(norms), lambda: None)
+    assert [isinstance(one.forward, FusedNorm) for one in norms] == [True, True, False, True]
+
+
 class _OtherNorm(LlamaRMSNorm):  # type: ignore[misc]
     def forward(self, hidden_states: torch.Tensor) -> Any:
         return super().forward(hidden_states) * 1.01

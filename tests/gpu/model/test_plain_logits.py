@@ -42,6 +42,24 @@ def test_in_float32_the_limit_is_the_floor() -> None:
     hook.close()
 
 
+def test_the_effect_of_rounding_is_measured_only_as_far_as_needed() -> None:
+    model = make_model("llama").to(torch.bfloat16)
+    hook = PagedAttentionHook(StepContext())
+    passes: list[object] = []
+    handle = model.register_forward_hook(lambda *_: passes.append(None))
+    truth = PlainLogits(model, hook, [TOKENS])
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([TOKENS])).logits[0].float()
+    passes.clear()
+    assert truth.compare(0, 4, logits[4]).is_within
+    assert len(passes) == 0
+    assert not truth.compare(0, 4, -logits[4]).is_within
+    assert len(passes) == 4
+    handle.remove()
+    hook.close()
+
+
 def test_a_model_that_fails_by_itself_is_told() -> None:
     model = make_model("mixtral")
     model.lm_head = torch.nn.Identity()

@@ -1,6 +1,7 @@
 """Both clients against a fake engine: real processes and threads, real death."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from corun.runtime.engine.messages import (
     RequestUpdate,
     StepOutputs,
 )
+from corun.runtime.engine.spawn import spawn_engine
 from corun.runtime.errors import EngineDeadError, ModelError
 from corun.runtime.sampling import SamplingParams
 from support import fake_core
@@ -101,6 +103,35 @@ def test_requests_run_side_by_side(kind: str) -> None:
             for request_id, token_ids in tokens.items():
                 assert token_ids == [*f"text {request_id}".encode(), EOS_ID]
         assert session.deaths == []
+
+    asyncio.run(run())
+
+
+def test_a_process_that_is_configured_is_not_configured_again() -> None:
+    config = EngineConfig(model="fake", max_num_waiting=8)
+
+    async def run() -> None:
+        with contextlib.closing(spawn_engine(factory=FACTORY)) as spawned:
+            spawned.configure(config)
+            async with Session(ProcessClient(config, spawned=spawned)) as session:
+                session.ask(1, "text", max_tokens=50)
+                await session.wait(lambda: session.ended() == {1})
+                assert session.deaths == []
+
+    asyncio.run(run())
+
+
+def test_a_process_that_has_ended_may_be_configured() -> None:
+    config = EngineConfig(model="fake")
+
+    async def run() -> None:
+        with contextlib.closing(spawn_engine(factory="missing:factory")) as spawned:
+            spawned.process.kill()
+            spawned.process.wait(20)
+            spawned.configure(config)
+            with pytest.raises(EngineDeadError):
+                async with Session(ProcessClient(config, spawned=spawned)):
+                    pass
 
     asyncio.run(run())
 
