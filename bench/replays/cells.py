@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from corun.runtime.coldstart.planner import BY_PRICE, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.memory.make import MakeMemoryPolicy
 from corun.runtime.memory.policies.corun import CorunMemoryPolicy
@@ -46,6 +47,9 @@ class Cell:
     machine: str | None = None  # None = the one that the recipe is meant for
     host_kv_gib: int = 0
     load_strategy: LoadStrategy | None = None  # None = the planner's choice
+    cold_priority: float = BY_PRICE.priority
+    max_stall_share: float | None = None
+    link_share: float = 1.0  # of the machine's link
 
     @property
     def name(self) -> str:
@@ -61,6 +65,9 @@ class Cell:
             self.machine,
             f"host{self.host_kv_gib}" if self.host_kv_gib else None,
             self.load_strategy,
+            None if self.cold_priority == BY_PRICE.priority else f"priority{self.cold_priority:g}",
+            None if self.max_stall_share is None else f"stall{self.max_stall_share:g}",
+            None if self.link_share == 1.0 else f"link{self.link_share:g}",
         )
         return "-".join(part for part in parts if part is not None)
 
@@ -78,6 +85,9 @@ def machine_of(recipe: str) -> SimulatedMachine:
 def run_cell(cell: Cell, traces: Path | None) -> Figures:
     """Simulate. Raises ``ConfigError`` if there is no such recipe, policy or trace."""
     machine = machine_of(cell.recipe) if cell.machine is None else MACHINES[cell.machine]
+    if cell.link_share != 1.0:
+        link = replace(machine.model.link, bytes_per_s=cell.link_share * machine.model.link.bytes_per_s)
+        machine = replace(machine, model=replace(machine.model, link=link))
     return simulate_cell(cell, machine, workload_of(cell, traces))
 
 
@@ -101,7 +111,9 @@ def options_of(cell: Cell) -> SimulationOptions:
     options = SimulationOptions(
         scheduling_policy=cell.policy,
         make_predictor=partial(predictor_of, cell),
-        load_strategy=cell.load_strategy,
+        cold_starts=PlannerConfig(
+            forced=cell.load_strategy, priority=cell.cold_priority, max_stall_share=cell.max_stall_share
+        ),
     )
     if cell.policy == BASELINE:
         options = replace(options, scheduling_policy="fcfs", growth_headroom=0.0, memory_policy="slora")

@@ -256,7 +256,7 @@ class RealEngines:
             prefix_cache="on" if options.prefix_cache else "off",
             host_kv_bytes=str(options.host_kv_bytes),
             adapter_memory_fraction=options.adapter_memory_fraction,
-            load_strategy="auto" if options.load_strategy is None else options.load_strategy.value,
+            load_strategy="auto" if cell.load_strategy is None else cell.load_strategy.value,
         )
 
     def _profile_of(self, column: Column) -> Path:

@@ -11,6 +11,8 @@ from ...profiles.models import MachineModel
 from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
 from ..scheduler.cold import StepRows
 
+_LEAST_PRIORITY = 1e-3  # so that among starts that delay no other request the earliest one costs least
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
@@ -26,6 +28,12 @@ class LayerTimes:
     def num_layers(self) -> int:
         """Layers of the model."""
         return len(self.device_s)
+
+    def after(self, time_s: float) -> "LayerTimes":
+        """Return the times of a step that begins ``time_s`` later."""
+        if not time_s:
+            return self
+        return replace(self, ready_s=_from(time_s, self.ready_s), held_s=_from(time_s, self.held_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ class ColdRequest:
     num_workers: int = 0  # ready workers
     not_by_workers: str = ""  # a part of its adapter that they do not compute
     num_running: int = 0  # other running requests, which wait if it delays a step
+    priority: float = 1.0  # weight of its seconds, if seconds of other requests weigh 1
     co_scheduled: CoScheduledRows = EMPTY  # of its first step
     later_co_scheduled: CoScheduledRows = EMPTY  # of the steps after that
     # By layer, if its files are being read: seconds until it is on the host; 0 = is there.
@@ -93,6 +102,10 @@ class ColdRequest:
         times_s = self.read_s or ()
         unread = (layer for layer, time_s in enumerate(times_s) if time_s > 0.0)
         return next(unread, len(self.ready_s))
+
+    def cost_s(self, first_token_s: float, stall_s: float) -> float:
+        """Return the weighted sum of its first token's time and the delays of all others."""
+        return max(self.priority, _LEAST_PRIORITY) * first_token_s + self.num_running * stall_s
 
     def after(self, time_s: float) -> "ColdRequest":
         """Return the request as it is ``time_s`` later."""

@@ -27,7 +27,6 @@ from .cold import (
 from .link import FileForecast, LinkForecast, by_layer, ready_s
 from .observations import DelayTracker, FirstTokens
 from .planner import Planner
-from .predict import gains_by_waiting, plan_step
 from .strategy import AT_ONCE, Decision, LoadStrategy
 
 _MIN_CHUNK_TOKENS = 16
@@ -94,8 +93,8 @@ class PlannedColdStarts(ColdStarts):
     ) -> ColdChunk | None:
         """Return the largest chunk with which the step stays within the configured share of waits.
 
-        None while the request would only wait for its load. The scheduler calls again when a layer
-        group arrives or the load ends.
+        None while a later start costs less. The scheduler calls again when a layer group arrives or
+        the load ends.
         """
         load = self.transfers.load_of(request.adapter_id)
         if load is None:
@@ -197,7 +196,7 @@ class PlannedColdStarts(ColdStarts):
         return decision
 
     def _cut(self, request: Request, cold: ColdRequest, max_tokens: int) -> ColdChunk | None:
-        """Return the next chunk; None if each would delay the step for too long."""
+        """Return the next chunk; None if a later one costs less, or each delays the step for too long."""
         strategy = self._strategy_of(request)
         num_tokens = min(request.num_pending_tokens, max_tokens)
         if strategy is LoadStrategy.ASSISTED:
@@ -205,16 +204,13 @@ class PlannedColdStarts(ColdStarts):
                 num_tokens = min(num_tokens, cold.max_assisted_tokens)
             else:
                 strategy = LoadStrategy.PIPELINED
-        while True:
-            step = plan_step(self._planner.model, cold, num_tokens, cold.co_scheduled, strategy)
-            if not cold.num_running or self._planner.is_bearable(step, strategy):
-                if gains_by_waiting(self._planner.model, cold, num_tokens, cold.co_scheduled, strategy):
-                    return None
-                self._delays.planned(request.request_id, strategy, step.wait_s)
-                return ColdChunk(num_tokens, step.split_layer)
-            if num_tokens <= _MIN_CHUNK_TOKENS:
+        is_bounded = cold.num_running and self._planner.config.max_stall_share is not None
+        while (step := self._planner.step_now(cold, num_tokens, strategy)) is None:
+            if not is_bounded or num_tokens <= _MIN_CHUNK_TOKENS:
                 return None
             num_tokens = max(_MIN_CHUNK_TOKENS, num_tokens // 2)
+        self._delays.planned(request.request_id, strategy, step.wait_s)
+        return ColdChunk(num_tokens, step.split_layer)
 
     def _strategy_of(self, request: Request) -> LoadStrategy:
         if not may_use_workers(request):
@@ -238,6 +234,7 @@ class PlannedColdStarts(ColdStarts):
             num_workers=self._num_workers,
             not_by_workers=_layers(load).not_by_workers,
             num_running=num_others,
+            priority=self._planner.config.priority,
             co_scheduled=co_scheduled,
             later_co_scheduled=co_scheduled_decodes(self._planner.model, rows),
         )

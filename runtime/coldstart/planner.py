@@ -2,19 +2,21 @@
 
 The planner compares predictions, corrected by earlier measurements. Workers are used only if their
 predicted gain exceeds a margin. After a streak of bad predictions they are not used for a while.
-The aim is bounded regret. With a fast link and a long prompt, plain pipelining is best. If the load
-would delay other requests, the cold request should wait outside of steps.
+The aim is bounded regret. With a fast link and a long prompt, plain pipelining is best. If a step
+would wait for the load, all its rows wait. A price decides: seconds of the cold request are weighed
+against seconds of all other running requests.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from ...profiles.models import MachineModel
 from .cold import ColdRequest
-from .predict import PlannedStep, predict
+from .predict import PlannedStep, choose_start, predict
 from .strategy import AT_ONCE, Decision, LoadStrategy, Prediction
 
-_MAX_EXCESS = 5.0  # limit of one step's excess wait, over the bearable share
+_MAX_EXCESS_SHARE = 0.25  # limit of one step's excess wait, as a share of the step
 _FADING = 0.95  # of bad results, per decision that does not use the strategy
 _MAX_RATIO = 2.5  # cap of the ratio of one first token: longer delays have other causes
 _COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
@@ -26,12 +28,23 @@ class PlannerConfig:
 
     forced: LoadStrategy | None = None
     margin: float = 0.05  # smallest gain of workers, as a share of the alternative's time
+    # Weight of a cold request's seconds, if seconds of the requests beside it weigh 1.
+    priority: float = 1.0
     # Limit of the delay of a step by its cold rows, as a share of its time without waits.
-    max_stall_share: float = 0.05
+    max_stall_share: float | None = None
     smoothing: float = 0.2  # weight of the newest measurement in the running ratio
     bad_ratio: float = 1.25  # measured over predicted time of a bad assisted start
     streak_limit: int = 3  # bad starts in a row, after which workers are not used
     penalty_decisions: int = 20  # decisions without workers
+
+    @classmethod
+    def of_options(cls, load_strategy: str, priority: float, max_stall_share: float | None) -> Self:
+        """Return the configuration with the values of its options. ``load_strategy``: or "auto"."""
+        forced = None if load_strategy == "auto" else LoadStrategy(load_strategy)
+        return cls(forced=forced, priority=priority, max_stall_share=max_stall_share)
+
+
+BY_PRICE = PlannerConfig()  # as without options
 
 
 @dataclass(slots=True)
@@ -72,9 +85,9 @@ class Planner:
         strategies, note = self._candidates(request)
         predictions = [self.predict(request, strategy) for strategy in strategies]
         if request.num_running:
-            bearable = [p for p in predictions if self._is_bearable(request, p)]
+            bearable = [p for p in predictions if self._is_bearable(p)]
             predictions = bearable or predictions
-        best = min(predictions, key=lambda p: _cost_s(p, request))
+        best = min(predictions, key=lambda p: request.cost_s(p.first_token_s, p.stall_s))
         best, why = self._with_margin(best, predictions, request)
         self._fade(best.strategy)
         ordered = (best, *(p for p in predictions if p is not best))
@@ -91,14 +104,21 @@ class Planner:
             stall_s=self._corrected_s(raw.stall_s, max(0.0, raw.first_token_s - raw.stall_s), strategy),
         )
 
-    def is_bearable(self, step: PlannedStep, strategy: LoadStrategy) -> bool:
-        """Whether the rows of ``step`` are delayed by at most the configured share."""
-        limit_s = self.config.max_stall_share * step.warm_s
-        if self._corrected_s(step.wait_s, step.warm_s, strategy) <= limit_s:
-            return True
-        if step.wait_s <= limit_s:
-            self._records[strategy].is_held_back = True
-        return False
+    def step_now(self, request: ColdRequest, num_tokens: int, strategy: LoadStrategy) -> PlannedStep | None:
+        """Return the step with a chunk if it should begin now, else None.
+
+        None if a later start costs less, or if the step would delay its rows by more than the
+        configured share.
+        """
+        rows, excess_share = request.co_scheduled, self._records[strategy].excess_share
+        start = choose_start(self.model, request, num_tokens, rows, strategy, excess_share=excess_share)
+        if not start.begin_s and self._bears(request, start.step, excess_share):
+            return start.step
+        if excess_share > 0.0:
+            start = choose_start(self.model, request, num_tokens, rows, strategy)
+            if not start.begin_s and self._bears(request, start.step, 0.0):
+                self._records[strategy].is_held_back = True
+        return None
 
     def observe(self, strategy: LoadStrategy, predicted_s: float, measured_s: float) -> None:
         """Learn from a first token. ``predicted_s``: the corrected prediction."""
@@ -119,8 +139,7 @@ class Planner:
         Shares are of the step without waits. An excess counts up to a limit, because longer waits
         have other causes.
         """
-        limit = _MAX_EXCESS * self.config.max_stall_share
-        excess = min(limit, max(-limit, measured_share - predicted_share))
+        excess = min(_MAX_EXCESS_SHARE, max(-_MAX_EXCESS_SHARE, measured_share - predicted_share))
         record = self._records[strategy]
         record.excess_share += self.config.smoothing * (excess - record.excess_share)
         record.is_held_back = False
@@ -164,10 +183,18 @@ class Planner:
             return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), note
         return _COMPARED, ""
 
-    def _is_bearable(self, request: ColdRequest, prediction: Prediction) -> bool:
+    def _bears(self, request: ColdRequest, step: PlannedStep, excess_share: float) -> bool:
+        """Whether the rows of ``step`` are delayed by at most the configured share."""
+        limit = self.config.max_stall_share
+        if limit is None or not request.num_running:
+            return True
+        return step.wait_s + excess_share * step.warm_s <= limit * step.warm_s
+
+    def _is_bearable(self, prediction: Prediction) -> bool:
         """Whether running requests are delayed by at most the configured share."""
+        limit = self.config.max_stall_share
         own_s = max(prediction.first_token_s - prediction.stall_s, 1e-9)
-        return prediction.stall_s <= self.config.max_stall_share * own_s
+        return limit is None or prediction.stall_s <= limit * own_s
 
     def _with_margin(
         self, best: Prediction, predictions: Iterable[Prediction], request: ColdRequest
@@ -176,20 +203,16 @@ class Planner:
         others = [p for p in predictions if p.strategy is not LoadStrategy.ASSISTED]
         if best.strategy is not LoadStrategy.ASSISTED or not others:
             return best, _describe(best)
-        second = min(others, key=lambda p: _cost_s(p, request))
-        gain_s = _cost_s(second, request) - _cost_s(best, request)
-        if gain_s >= self.config.margin * _cost_s(second, request):
+        second = min(others, key=lambda p: request.cost_s(p.first_token_s, p.stall_s))
+        second_s = request.cost_s(second.first_token_s, second.stall_s)
+        gain_s = second_s - request.cost_s(best.first_token_s, best.stall_s)
+        if gain_s >= self.config.margin * second_s:
             return best, f"{_describe(best)}, {second.strategy} {_ms(second.first_token_s)}"
         return second, f"{_describe(second)}; workers would gain only {_ms(gain_s)}"
 
 
 def _without_workers(request: ColdRequest) -> str:
     return f"; workers do not compute {request.not_by_workers}"
-
-
-def _cost_s(prediction: Prediction, request: ColdRequest) -> float:
-    """Return the total delay: time of this first token, and stalls of all running requests."""
-    return prediction.first_token_s + prediction.stall_s * request.num_running
 
 
 def _describe(prediction: Prediction) -> str:

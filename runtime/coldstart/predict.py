@@ -70,6 +70,8 @@ def predict(model: MachineModel, request: ColdRequest, strategy: LoadStrategy) -
     loaded_s = max(request.ready_s, default=0.0)
     waits_first = strategy in {LoadStrategy.BLOCKING, LoadStrategy.ASYNC_LOAD}
     run = _Run(model, request, strategy, now_s=loaded_s if waits_first else 0.0)
+    if strategy is LoadStrategy.ASYNC_LOAD:
+        run.now_s = max(loaded_s, _others_s(model, request, request.co_scheduled))
     # A request that waits for the load runs in a later step, with other rows than this one.
     co_scheduled = request.later_co_scheduled if waits_first else request.co_scheduled
     for num_tokens in _chunks(request, strategy):
@@ -100,43 +102,91 @@ class PlannedStep:
         return self.end_s - self.warm_s
 
 
-def plan_step(
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A step with a chunk, and when it begins."""
+
+    begin_s: float  # from now; 0 = now
+    step: PlannedStep
+
+
+def choose_start(
     model: MachineModel,
     request: ColdRequest,
     num_tokens: int,
     co_scheduled: CoScheduledRows,
     strategy: LoadStrategy,
-) -> PlannedStep:
-    """Predict a step with ``num_tokens`` tokens of ``request`` beside ``co_scheduled``."""
-    times = layer_times(model, request, num_tokens, co_scheduled)
-    if strategy is LoadStrategy.ASSISTED:
-        split = choose_split(times, request.num_layers_on_host)
-    else:
-        split = Split(0, end_of(times, 0))
-    part = ColdPart(num_tokens, request.adapter, split.layer, request.ready_s, request.start_position)
-    warm_s = warm_step_s(model, co_scheduled.with_row(part))
-    return PlannedStep(split.layer, co_scheduled.separate_s + split.end_s, warm_s)
+    *,
+    excess_share: float = 0.0,
+) -> Start:
+    """Return the start of a chunk that costs least: now, or in a later step.
 
+    A later step waits less for the load, so the other rows wait less. It begins after a step of
+    the other rows. A lone request that reads files waits for the next layers if its chunk then ends
+    as early: a step that begins sooner would only delay requests that arrive meanwhile, and its
+    predictions know less about the rate of reading.
 
-def gains_by_waiting(
-    model: MachineModel,
-    request: ColdRequest,
-    num_tokens: int,
-    co_scheduled: CoScheduledRows,
-    strategy: LoadStrategy,
-) -> bool:
-    """Whether a step that waits for files ends as early if it begins when the next layers arrive.
-
-    A step that begins sooner only delays requests that arrive meanwhile, and its predictions know
-    less about the rate of reading.
+    Args:
+        model: The model of the machine.
+        request: The request, with the weight of its own seconds.
+        num_tokens: The chunk's tokens.
+        co_scheduled: The other rows.
+        strategy: The request's strategy.
+        excess_share: Measured wait of such steps beyond the prediction, as a share of the step.
     """
+    forecast = StepForecast(model, request, num_tokens, co_scheduled, strategy)
+    now = Start(0.0, forecast.at(0.0))
     times_s = [time_s for time_s in (*request.ready_s, *(request.read_s or ())) if time_s > 0.0]
-    if request.read_s is None or not times_s:
-        return False
-    next_s = min(times_s)
-    now = plan_step(model, request, num_tokens, co_scheduled, strategy)
-    later = plan_step(model, request.after(next_s), num_tokens, co_scheduled, strategy)
-    return next_s + later.end_s <= now.end_s * (1.0 + _SAME_SHARE)
+    if not times_s or not (request.num_running or request.read_s):
+        return now
+
+    def cost_s(start: Start) -> float:
+        wait_s = max(0.0, start.step.wait_s + excess_share * start.step.warm_s)
+        if start.begin_s >= max(times_s):
+            wait_s = 0.0  # its adapter is loaded
+        return request.cost_s(start.begin_s + start.step.end_s, wait_s)
+
+    # The scheduler asks again after a step, and without other rows when the next layers arrive.
+    next_s = _others_s(model, request, co_scheduled) if request.num_running else min(times_s)
+    begins_s = (0.0, now.step.wait_s, max(request.read_s or (0.0,)), max(times_s))
+    later_s = sorted({max(next_s, begin_s) for begin_s in begins_s})
+    best = min((Start(begin_s, forecast.at(begin_s)) for begin_s in later_s), key=cost_s)
+    same = 1.0 + (_SAME_SHARE if request.read_s else 0.0)
+    return best if best.begin_s and cost_s(best) < same * cost_s(now) else now
+
+
+def _others_s(model: MachineModel, request: ColdRequest, co_scheduled: CoScheduledRows) -> float:
+    """Return the time of a step of the other rows alone, after which another step begins."""
+    return warm_step_s(model, co_scheduled) if request.num_running else 0.0
+
+
+class StepForecast:
+    """Predicts a step with a chunk of a cold request beside other rows, whenever it begins."""
+
+    def __init__(
+        self,
+        model: MachineModel,
+        request: ColdRequest,
+        num_tokens: int,
+        co_scheduled: CoScheduledRows,
+        strategy: LoadStrategy,
+    ) -> None:
+        """See ``choose_start``."""
+        self._request = request
+        self._is_assisted = strategy is LoadStrategy.ASSISTED
+        self._separate_s = co_scheduled.separate_s
+        self._times = layer_times(model, request, num_tokens, co_scheduled)
+        part = ColdPart(num_tokens, request.adapter, 0, request.ready_s, request.start_position)
+        self._warm_s = warm_step_s(model, co_scheduled.with_row(part))
+
+    def at(self, begin_s: float) -> PlannedStep:
+        """Predict the step if it begins ``begin_s`` from now."""
+        times = self._times.after(begin_s)
+        if self._is_assisted:
+            split = choose_split(times, self._request.after(begin_s).num_layers_on_host)
+        else:
+            split = Split(0, end_of(times, 0))
+        return PlannedStep(split.layer, self._separate_s + split.end_s, self._warm_s)
 
 
 @dataclass(slots=True)
@@ -152,30 +202,15 @@ class _Run:
 
     def chunk(self, num_tokens: int, co_scheduled: CoScheduledRows) -> None:
         """Simulate a step with one chunk."""
-        if self.request.read_s is not None:
-            self.now_s += self._delay_s(num_tokens, co_scheduled)
         request = self.request.after(self.now_s)
-        step = plan_step(self.model, request, num_tokens, co_scheduled, self.strategy)
+        start = choose_start(self.model, request, num_tokens, co_scheduled, self.strategy)
+        step = start.step
         if self.first_split_layer is None:
             self.first_split_layer = step.split_layer
-        self.now_s += step.end_s
+        self.now_s += start.begin_s + step.end_s
         self.stall_s += step.wait_s
         start_position = self.request.start_position + num_tokens
         self.request = replace(self.request, start_position=start_position)
-
-    def _delay_s(self, num_tokens: int, co_scheduled: CoScheduledRows) -> float:
-        """Return how much later a chunk begins that waits for files; see ``gains_by_waiting``.
-
-        With workers it begins when all layers are on the host, if that is faster. Without workers
-        it begins so late that it ends at the same time and delays no request.
-        """
-        request = self.request.after(self.now_s)
-        step = plan_step(self.model, request, num_tokens, co_scheduled, self.strategy)
-        if self.strategy is not LoadStrategy.ASSISTED:
-            return max(0.0, step.wait_s)
-        read_s = max(request.read_s or (0.0,))
-        later = plan_step(self.model, request.after(read_s), num_tokens, co_scheduled, self.strategy)
-        return read_s if read_s + later.end_s < step.end_s else 0.0
 
 
 def _chunks(request: ColdRequest, strategy: LoadStrategy) -> Iterator[int]:

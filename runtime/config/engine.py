@@ -382,12 +382,20 @@ class EngineConfig:
         maximum=2**20,
         help="Maximum tokens per step for requests that run before their adapter is loaded.",
     )
-    max_assisted_stall: float = option(
-        0.05,
+    cold_priority: float = option(
+        1.0,
+        minimum=0,
+        maximum=1000,
+        help="Weight of a second of a request that runs before its adapter is loaded, if a second of "
+        "the requests beside it weighs 1. 0 = the requests beside it never wait for it.",
+    )
+    max_assisted_stall: float | None = option(
+        None,
         minimum=0,
         maximum=10,
         help="Maximum delay of a step by requests that run before their adapter is loaded, all "
-        "together, as a share of the step's time. A chunk that would exceed it is cut, or waits.",
+        "together, as a share of the step's time. A chunk that would exceed it is cut, or waits. "
+        "Default: no limit; --cold-priority decides.",
     )
     link_gib_per_s: float | None = option(
         None,

@@ -43,6 +43,7 @@ _SERVE_GROUPS = (
             "prefetch_expected",
             "load_strategy",
             "max_assisted_tokens_per_step",
+            "cold_priority",
             "max_assisted_stall",
         ),
     ),

@@ -25,6 +25,8 @@ _OF_ENGINE = frozenset(
         "max_decode_gap_s",
         "profile",
         "load_strategy",
+        "cold_priority",
+        "max_assisted_stall",
         "link_gib_per_s",
         "link_latency_us",
     }

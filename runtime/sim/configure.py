@@ -12,7 +12,7 @@ from ...profiles.models import LinkModel
 from ...profiles.profile import Profile, ProfileError, load_profile
 from ..cluster.policy.placement.registry import check_placement
 from ..cluster.policy.registry import check_router
-from ..coldstart.strategy import LoadStrategy
+from ..coldstart.planner import PlannerConfig
 from ..config.engine import EngineConfig
 from ..config.notations import parse_num_bytes
 from ..config.simulate import SimulateConfig
@@ -75,7 +75,6 @@ def machine_of(
 
 def options_of(config: EngineConfig) -> SimulationOptions:
     """Options of a simulated engine with this configuration."""
-    strategy = config.load_strategy
     host_bytes, host_kv_bytes = config.host_adapter_bytes, config.host_kv_bytes
     return SimulationOptions(
         scheduling_policy=config.scheduling_policy,
@@ -88,7 +87,9 @@ def options_of(config: EngineConfig) -> SimulationOptions:
         adapter_memory_fraction=config.adapter_memory_fraction,
         host_adapter_bytes=_num_bytes(host_bytes, "--host-adapter-bytes"),
         host_kv_bytes=_num_bytes(host_kv_bytes, "--host-kv-bytes") or 0,
-        load_strategy=None if strategy == "auto" else LoadStrategy(strategy),
+        cold_starts=PlannerConfig.of_options(
+            config.load_strategy, config.cold_priority, config.max_assisted_stall
+        ),
     )
 
 

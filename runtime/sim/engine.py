@@ -10,8 +10,7 @@ from ..adapter import AdapterFacts
 from ..adapters.content import AdapterContent
 from ..adapters.registry import AdapterRegistry
 from ..coldstart.cold_start import PlannedColdStarts
-from ..coldstart.planner import Planner, PlannerConfig
-from ..coldstart.strategy import LoadStrategy
+from ..coldstart.planner import BY_PRICE, Planner, PlannerConfig
 from ..engine.core import CoreConfig, EngineCore
 from ..engine.messages import AddRequest
 from ..memory.device_memory import DeviceMemory
@@ -51,7 +50,7 @@ class SimulationOptions:
     adapter_memory_fraction: float | None = None  # of policies that split
     host_adapter_bytes: int | None = None  # None = all adapters are in the host's memory
     host_kv_bytes: int = 0  # for KV moved from the device to the host
-    load_strategy: LoadStrategy | None = None  # of cold requests; None = the planner's choice
+    cold_starts: PlannerConfig = BY_PRICE
     factors: Factors = AS_MODELLED  # hidden from scheduler and planner
 
 
@@ -249,9 +248,8 @@ def make_simulated_scheduler(
     model = machine.model
     times = ProfiledTimes(model, config.max_num_batched_tokens)
     memory = _make_memory(machine, options, times, config)
-    cold_starts = PlannedColdStarts(
-        Planner(model, PlannerConfig(forced=options.load_strategy)), _worker_tokens(model), memory.transfers
-    )
+    planner = Planner(model, options.cold_starts)
+    cold_starts = PlannedColdStarts(planner, _worker_tokens(model), memory.transfers)
     return Scheduler(
         config,
         _policy(machine, options, times),

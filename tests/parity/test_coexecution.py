@@ -6,6 +6,7 @@ most 1.5 times PEFT's own. The workers are real processes behind a paced link.
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -74,6 +75,7 @@ def test_a_forced_strategy_is_used_again_after_steps_were_held_up(
 ) -> None:
     """Beside a request that decodes; until then each request waits exactly for its load."""
     planner = engine.use_strategy(strategy)
+    planner.config = replace(planner.config, priority=1000.0, max_stall_share=0.05)
     for _ in range(2):
         planner.observe_stall(strategy, 0.0, 10.0)
     num_most = _MAX_HELD_BACK if strategy in AT_ONCE else 3

@@ -15,7 +15,6 @@ from ....profiles.profile import Profile
 from ...coldstart.cold_start import PlannedColdStarts
 from ...coldstart.link import group_of_layers
 from ...coldstart.planner import Planner, PlannerConfig
-from ...coldstart.strategy import LoadStrategy
 from ...config.engine import EngineConfig
 from ...memory.transfers import TransferTable
 from ..messages import CpuWorkerStats
@@ -120,7 +119,7 @@ def start_coexecution(
 
 
 def _cold_starts(config: EngineConfig, model: MachineModel, num_workers: int) -> PlannedColdStarts:
-    settings = PlannerConfig(forced=_forced(config), max_stall_share=config.max_assisted_stall)
+    settings = PlannerConfig.of_options(config.load_strategy, config.cold_priority, config.max_assisted_stall)
     return PlannedColdStarts(Planner(model, settings), _worker_tokens(model, num_workers), TransferTable())
 
 
@@ -272,7 +271,3 @@ def _worker_tokens(model: MachineModel, num_workers: int) -> tuple[int, ...]:
             for num_ready in range(1, num_workers + 1)
         ),
     )
-
-
-def _forced(config: EngineConfig) -> LoadStrategy | None:
-    return None if config.load_strategy == "auto" else LoadStrategy(config.load_strategy)

@@ -7,7 +7,7 @@ from corun.runtime.adapter import AdapterFacts, AdapterLayers
 from corun.runtime.coldstart.cold import EMPTY, AdapterShape, ColdRequest
 from corun.runtime.coldstart.cold_start import PlannedColdStarts
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
-from corun.runtime.coldstart.predict import plan_step, predict
+from corun.runtime.coldstart.predict import StepForecast, predict
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.plan import AdapterId, RequestId
 from corun.runtime.request import Request
@@ -114,7 +114,7 @@ def test_workers_compute_only_what_is_on_the_host() -> None:
 def test_a_split_is_no_higher_than_what_was_read(num_read: int) -> None:
     read_s = tuple(0.0 if layer < num_read else 1.0 for layer in range(LAYERS))
     cold = ColdRequest(32, SHAPE, (9.0,) * LAYERS, 512, 512, 1, read_s=read_s)
-    step = plan_step(model(1.0), cold, 32, EMPTY, LoadStrategy.ASSISTED)
+    step = StepForecast(model(1.0), cold, 32, EMPTY, LoadStrategy.ASSISTED).at(0.0)
     assert step.split_layer <= num_read == cold.num_layers_on_host
     assert cold.after(1.0).num_layers_on_host == LAYERS
     assert cold.after(8.0).ready_s == (1.0,) * LAYERS

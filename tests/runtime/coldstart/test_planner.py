@@ -8,10 +8,11 @@ from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.profiles.step_time import RowCosts
 from corun.runtime.coldstart.cold import AdapterShape, ColdPart, ColdRequest, CoScheduledRows
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
-from corun.runtime.coldstart.predict import plan_step, predict
+from corun.runtime.coldstart.predict import StepForecast, choose_start, predict
 from corun.runtime.coldstart.strategy import AT_ONCE, LoadStrategy
 
 _LAYERS = 4
+_BOUNDED = PlannerConfig(max_stall_share=0.05)
 
 
 def _model(*, delta_s_per_token: float = 0.0005) -> MachineModel:
@@ -30,7 +31,7 @@ def _model(*, delta_s_per_token: float = 0.0005) -> MachineModel:
     )
 
 
-def _cold(*, load_s: float, num_running: int = 0, num_workers: int = 1) -> ColdRequest:
+def _cold(*, load_s: float, num_running: int = 0, num_workers: int = 1, priority: float = 1.0) -> ColdRequest:
     return ColdRequest(
         num_tokens=32,
         adapter=AdapterShape(1000, ((16, 16),) * _LAYERS),
@@ -39,6 +40,7 @@ def _cold(*, load_s: float, num_running: int = 0, num_workers: int = 1) -> ColdR
         max_assisted_tokens=512,
         num_workers=num_workers,
         num_running=num_running,
+        priority=priority,
     )
 
 
@@ -76,7 +78,51 @@ def test_others_are_not_made_to_wait_for_a_load() -> None:
     slow = _model(delta_s_per_token=0.01)
     assert Planner(slow).decide(_cold(load_s=2.0)).strategy is not LoadStrategy.ASYNC_LOAD
     decision = Planner(slow).decide(_cold(load_s=2.0, num_running=8))
-    assert decision.strategy is LoadStrategy.ASYNC_LOAD
+    assert decision.strategy is LoadStrategy.PIPELINED
+    assert decision.predictions[0].stall_s == pytest.approx(0.0)
+
+
+def _beside(num_running: int, priority: float) -> ColdRequest:
+    """Return a request beside decode rows, whose deltas take three times the base products' time."""
+    rows = CoScheduledRows(RowCosts(num_decodes=num_running))
+    return replace(
+        _cold(load_s=9.0, num_running=num_running, priority=priority),
+        co_scheduled=rows,
+        later_co_scheduled=rows,
+    )
+
+
+@pytest.mark.parametrize("num_running", [1, 8])
+def test_seconds_of_the_others_are_weighed_against_those_of_the_request(num_running: int) -> None:
+    model = _model(delta_s_per_token=0.003)
+    planner = Planner(model)
+    request = _beside(num_running, 1.0)
+    assisted, waiting = (
+        predict(model, request, one) for one in (LoadStrategy.ASSISTED, LoadStrategy.ASYNC_LOAD)
+    )
+    assert assisted.stall_s > 0.1 and waiting.stall_s == pytest.approx(0.0)
+    gain_s = predict(model, request, LoadStrategy.PIPELINED).first_token_s - assisted.first_token_s
+    even = num_running * assisted.stall_s / gain_s
+    for priority, is_assisted in ((0.8 * even, False), (1.2 * even, True), (0.0, False)):
+        priced = _beside(num_running, priority)
+        decision = planner.decide(priced)
+        assert (decision.strategy is LoadStrategy.ASSISTED) == is_assisted
+        step = planner.step_now(priced, 32, LoadStrategy.ASSISTED)
+        assert (step is not None) == is_assisted
+        if not is_assisted:
+            assert decision.predictions[0].stall_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_chunk_begins_later_where_it_then_ends_as_early() -> None:
+    """A load of twice the chunk's time: the step begins when all its layers come in time."""
+    request = _beside(2, 1.0)
+    start = choose_start(_model(), request, 32, request.co_scheduled, LoadStrategy.PIPELINED)
+    now = StepForecast(_model(), request, 32, request.co_scheduled, LoadStrategy.PIPELINED).at(0.0)
+    assert start.begin_s == pytest.approx(now.wait_s)
+    assert start.begin_s + start.step.end_s == pytest.approx(now.end_s)
+    assert start.step.wait_s == pytest.approx(0.0, abs=1e-9)
+    lone = replace(request, num_running=0)
+    assert choose_start(_model(), lone, 32, request.co_scheduled, LoadStrategy.PIPELINED).begin_s == 0.0
 
 
 def test_blocking_stalls_everybody_for_the_whole_load() -> None:
@@ -129,22 +175,26 @@ def test_what_shares_the_first_step_is_gone_from_the_next() -> None:
 
 def test_the_load_goes_on_while_others_have_their_forward() -> None:
     request = _cold(load_s=0.4)
-    step = plan_step(_model(), request, 32, CoScheduledRows(separate_s=0.4), LoadStrategy.PIPELINED)
+    step = StepForecast(_model(), request, 32, CoScheduledRows(separate_s=0.4), LoadStrategy.PIPELINED).at(
+        0.0
+    )
     assert step.wait_s == pytest.approx(0.0)
 
 
 def test_products_of_all_rows_hide_the_deltas_of_some() -> None:
     model = _model(delta_s_per_token=0.004)  # four times the base product of the same tokens
-    alone = plan_step(model, _cold(load_s=9.0), 8, CoScheduledRows(), LoadStrategy.ASSISTED)
+    alone = StepForecast(model, _cold(load_s=9.0), 8, CoScheduledRows(), LoadStrategy.ASSISTED).at(0.0)
     assert alone.wait_s == pytest.approx(_LAYERS * 2 * (0.0001 + 8 * 0.003), rel=1e-3)
-    beside = plan_step(model, _cold(load_s=9.0), 8, CoScheduledRows(RowCosts(32)), LoadStrategy.ASSISTED)
+    beside = StepForecast(
+        model, _cold(load_s=9.0), 8, CoScheduledRows(RowCosts(32)), LoadStrategy.ASSISTED
+    ).at(0.0)
     assert beside.wait_s == pytest.approx(_LAYERS * 2 * 0.0001, rel=0.02)
 
 
 def test_workers_that_compute_beside_the_device_slow_it_down() -> None:
     contended = replace(_model(), contention=0.25)
     wait_s = [
-        plan_step(model, _cold(load_s=9.0), 8, CoScheduledRows(), LoadStrategy.ASSISTED).wait_s
+        StepForecast(model, _cold(load_s=9.0), 8, CoScheduledRows(), LoadStrategy.ASSISTED).at(0.0).wait_s
         for model in (_model(), contended)
     ]
     # Deltas of half a millisecond a token hide behind products of one.
@@ -157,12 +207,14 @@ def test_a_pass_with_workers_is_prepared_and_settled_once() -> None:
     other = ColdPart(8, request.adapter, _LAYERS, request.ready_s)
     for cold in ((), (other,)):
         step = [
-            plan_step(one, request, 8, CoScheduledRows(cold=cold), LoadStrategy.ASSISTED).end_s
+            StepForecast(one, request, 8, CoScheduledRows(cold=cold), LoadStrategy.ASSISTED).at(0.0).end_s
             for one in (_model(), model)
         ]
         assert step[1] - step[0] == pytest.approx(0.008)
-    step_s = plan_step(model, request, 8, CoScheduledRows(), LoadStrategy.PIPELINED).end_s
-    assert step_s == plan_step(_model(), request, 8, CoScheduledRows(), LoadStrategy.PIPELINED).end_s
+    step_s = StepForecast(model, request, 8, CoScheduledRows(), LoadStrategy.PIPELINED).at(0.0).end_s
+    assert (
+        step_s == StepForecast(_model(), request, 8, CoScheduledRows(), LoadStrategy.PIPELINED).at(0.0).end_s
+    )
 
 
 def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
@@ -170,13 +222,13 @@ def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
     request = _cold(load_s=9.0)
     other = ColdPart(8, request.adapter, _LAYERS, request.ready_s)
     wait_s = [
-        plan_step(model, request, 8, CoScheduledRows(cold=cold), LoadStrategy.ASSISTED).wait_s
+        StepForecast(model, request, 8, CoScheduledRows(cold=cold), LoadStrategy.ASSISTED).at(0.0).wait_s
         for cold in ((), (other,), (other, other))
     ]
     in_turn_s = [number * _LAYERS * 2 * 0.0001 for number in (1, 2, 3)]
     assert wait_s == pytest.approx(in_turn_s, rel=0.02)
     slow = replace(model, groups=_model(delta_s_per_token=0.002).groups)
-    step = plan_step(slow, request, 8, CoScheduledRows(cold=(other,)), LoadStrategy.ASSISTED)
+    step = StepForecast(slow, request, 8, CoScheduledRows(cold=(other,)), LoadStrategy.ASSISTED).at(0.0)
     assert step.wait_s == pytest.approx(_LAYERS * 2 * (2 * 0.0001 + 16 * 0.001), rel=1e-3)
 
 
@@ -197,14 +249,12 @@ def test_a_forced_strategy_is_taken_and_said() -> None:
 
 @pytest.mark.parametrize("forced", AT_ONCE)
 def test_a_forced_strategy_that_is_held_back_for_its_stalls_is_used_again(forced: LoadStrategy) -> None:
-    planner = Planner(_model(), PlannerConfig(forced=forced))
-    request = _cold(load_s=0.001, num_running=4)
-    step = plan_step(planner.model, request, 32, request.co_scheduled, forced)
-    assert planner.is_bearable(step, forced)
+    planner = Planner(_model(), replace(_BOUNDED, forced=forced))
+    request = _cold(load_s=0.001, num_running=4, priority=1000.0)
     for _ in range(20):
         planner.observe_stall(forced, 0.0, 10.0)
     num_held_back = 0
-    while not planner.is_bearable(step, forced):
+    while planner.step_now(request, 32, forced) is None:
         assert planner.decide(request).strategy is forced
         num_held_back += 1
     assert 10 < num_held_back < 40
@@ -212,27 +262,25 @@ def test_a_forced_strategy_that_is_held_back_for_its_stalls_is_used_again(forced
 
 @pytest.mark.parametrize("forced", AT_ONCE)
 def test_what_a_forced_strategy_costs_is_not_forgotten_while_it_is_used(forced: LoadStrategy) -> None:
-    planner = Planner(_model(), PlannerConfig(forced=forced))
-    request = _cold(load_s=0.001, num_running=4)
+    planner = Planner(_model(), replace(_BOUNDED, forced=forced))
+    request = _cold(load_s=0.001, num_running=4, priority=1000.0)
     planner.observe_stall(forced, 0.0, 0.1)
     stall_s = planner.predict(request, forced).stall_s
-    step = plan_step(planner.model, request, 32, request.co_scheduled, forced)
     for _ in range(20):
         planner.decide(request)
-        assert planner.is_bearable(step, forced)
+        assert planner.step_now(request, 32, forced) is not None
     assert planner.predict(request, forced).stall_s == stall_s
 
 
 def test_stalls_of_pipelining_fade_where_assistance_is_forced_and_has_no_worker() -> None:
-    planner = Planner(_model(), PlannerConfig(forced=LoadStrategy.ASSISTED))
-    request = _cold(load_s=0.001, num_running=4, num_workers=0)
-    step = plan_step(planner.model, request, 32, request.co_scheduled, LoadStrategy.PIPELINED)
+    planner = Planner(_model(), replace(_BOUNDED, forced=LoadStrategy.ASSISTED))
+    request = _cold(load_s=0.001, num_running=4, num_workers=0, priority=1000.0)
     for _ in range(20):
         planner.observe_stall(LoadStrategy.PIPELINED, 0.0, 10.0)
-    assert not planner.is_bearable(step, LoadStrategy.PIPELINED)
+    assert planner.step_now(request, 32, LoadStrategy.PIPELINED) is None
     for _ in range(40):
         planner.decide(request)
-    assert planner.is_bearable(step, LoadStrategy.PIPELINED)
+    assert planner.step_now(request, 32, LoadStrategy.PIPELINED) is not None
 
 
 def test_a_gain_below_the_margin_is_left() -> None:
@@ -274,19 +322,18 @@ def test_late_first_tokens_are_forgotten_where_another_way_is_taken() -> None:
 
 
 def test_stalls_beyond_their_prediction_are_reckoned_with_until_they_are_forgotten() -> None:
-    planner = Planner(_model())
+    planner = Planner(_model(), _BOUNDED)
     request = _cold(load_s=2.0, num_running=4)
     before = planner.predict(request, LoadStrategy.ASSISTED)
-    step = plan_step(planner.model, request, 32, request.co_scheduled, LoadStrategy.ASSISTED)
     assert planner.decide(request).strategy is LoadStrategy.ASSISTED
-    assert planner.is_bearable(step, LoadStrategy.ASSISTED)
+    assert planner.step_now(request, 32, LoadStrategy.ASSISTED) is not None
     for _ in range(20):
         planner.observe_stall(LoadStrategy.ASSISTED, 0.01, 0.11)
     after = planner.predict(request, LoadStrategy.ASSISTED)
     own_s = before.first_token_s - before.stall_s
     assert after.stall_s == pytest.approx(before.stall_s + 0.1 * own_s, rel=0.02)
     assert after.first_token_s == before.first_token_s
-    assert not planner.is_bearable(step, LoadStrategy.ASSISTED)
+    assert planner.step_now(request, 32, LoadStrategy.ASSISTED) is None
     taken = [planner.decide(request).strategy for _ in range(40)]
     assert taken[0] is not LoadStrategy.ASSISTED and taken[-1] is LoadStrategy.ASSISTED
 

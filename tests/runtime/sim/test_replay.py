@@ -156,7 +156,8 @@ def test_a_forced_strategy_is_used_again_soon_after_steps_were_held_up(forced: L
     for num_bad_steps in (0, 20):
         clock = VirtualClock()
         parts = build_simulated_parts(machine, requests, SimulationOptions(), clock=clock, sleep=clock.sleep)
-        planner = Planner(machine.model, PlannerConfig(forced=forced))
+        config = PlannerConfig(forced=forced, priority=1000.0, max_stall_share=0.05)
+        planner = Planner(machine.model, config)
         for _ in range(num_bad_steps):
             planner.observe_stall(forced, 0.0, 1.0)
             planner.observe_stall(LoadStrategy.PIPELINED, 0.0, 1.0)  # where no worker is free
