@@ -7,7 +7,7 @@ from ....profiles.curve import Curve, CurveFamily
 from ....profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from ..machines import SimulatedMachine
 from .models import TP4_KERNELS, loraserve_model, toppings_model
-from .shapes import LLAMA_7B, LLAMA_13B, LLAMA_30B, LLAMA_70B, LlamaShape
+from .shapes import LLAMA_7B, LLAMA_8B, LLAMA_13B, LLAMA_30B, LLAMA_70B, LlamaShape
 
 _GIB = 2**30
 _WORKER_FLOP_PER_S = 200e9  # by hand: a core with tiles of bfloat16
@@ -107,7 +107,80 @@ _LLAMA_8B = _a40(
 )
 _SLOW_8B = _with_slow_link(_LLAMA_8B)
 # Widths of q, k and v; of o; of gate and up; of down.
-_ASSISTED_8B = _with_workers(_LLAMA_8B, (18432, 8192, 36864, 18432))
+_WIDTHS_8B = (18432, 8192, 36864, 18432)
+_ASSISTED_8B = _with_workers(_LLAMA_8B, _WIDTHS_8B)
+_CORE_BYTES_PER_S = 10e9  # by hand: of a core with 15 others beside it
+
+
+def _card(
+    name: str,
+    memory_gb: int,
+    bytes_per_s: float,
+    flop_per_s: float,
+    link_bytes_per_s: float,
+    core_flop_per_s: float,
+) -> SimulatedMachine:
+    """A server with Llama 8B on a GPU, and 16 CPU workers.
+
+    Times follow from shapes and these rates, which are set by hand, about as they are reached.
+    Weights, KV and adapters are read once per pass. Rows with deltas from workers have a pass of
+    their own, as in the CUDA engine.
+    """
+    shape, per_rank = LLAMA_8B, _LLAMA_8B.adapter_bytes_per_rank
+    num_bytes = 2 * shape.num_layers * shape.layer_values  # and as many operations per token
+    groups = tuple(
+        GroupModel(
+            f"group {index}",
+            _read_or_multiply(base_bytes, bytes_per_s, flop_per_s),
+            CurveFamily(
+                (0.0, float(num_targets)),
+                (Curve((0.0,), (0.0,)), _read_or_multiply(2.0 * width, _CORE_BYTES_PER_S, core_flop_per_s)),
+            ),
+        )
+        for index, (base_bytes, width, num_targets) in enumerate(
+            zip(shape.group_bytes, _WIDTHS_8B, _LLAMA_8B.group_targets, strict=True)
+        )
+    )
+    model = MachineModel(
+        num_layers=shape.num_layers,
+        step_s=_read_or_multiply(num_bytes, bytes_per_s, flop_per_s),
+        groups=groups,
+        invocation_s=20e-6,  # by hand, as all that follow
+        lora=LoraModel(
+            decode_s_per_byte=1.0 / bytes_per_s,
+            decode_fixed_s=0.0,
+            prefill_s_per_token_byte=1.0 / flop_per_s,
+            prefill_fixed_s=0.0,
+            prefill_s_per_byte=1.0 / bytes_per_s,
+        ),
+        link=LinkModel(link_bytes_per_s, 20e-6),
+        num_workers=16,
+        tokens_per_worker=16,
+        host_step_s=3e-3,
+        host_row_s=0.02e-3,
+        prefill_s_per_token_key=4.0 * shape.hidden * shape.num_layers / flop_per_s,
+        decode_s_per_key=shape.kv_bytes_per_token / bytes_per_s,
+    )
+    return SimulatedMachine(
+        name=name,
+        model=model,
+        memory_bytes=_without_weights(memory_gb, shape),
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        adapter_bytes_per_rank=per_rank,
+        group_targets=_LLAMA_8B.group_targets,
+        file_bytes_per_s=2e9,
+        max_num_batched_tokens=2048,
+        separate_assisted_rows=True,
+    )
+
+
+def _read_or_multiply(num_bytes: float, bytes_per_s: float, flop_per_s: float) -> Curve:
+    """Time over tokens of a product with a matrix of 16 bits: reading it, or the arithmetic."""
+    most_tokens = 2048.0
+    return Curve(
+        (flop_per_s / bytes_per_s, most_tokens),
+        (num_bytes / bytes_per_s, most_tokens * num_bytes / flop_per_s),
+    )
 
 
 def _a100(name: str, shape: LlamaShape, *, is_padded: bool, memory_gb: int = 80) -> SimulatedMachine:
@@ -160,6 +233,9 @@ MACHINES: Mapping[str, SimulatedMachine] = {
     machine.name: machine
     for machine in (
         *(_LLAMA_7B, _LLAMA_8B, _SLOW_8B, _ASSISTED_8B),
+        _card("a10-llama8b", 24, 600e9, 70e12, 20e9, 200e9),
+        _card("a100-llama8b", 80, 2e12, 180e12, 22e9, 200e9),
+        _card("h100-llama8b", 80, 3.35e12, 450e12, 50e9, 400e9),
         _a100("a100-llama2-7b", LLAMA_7B, is_padded=True),
         _a100("a100-llama2-7b-exact", LLAMA_7B, is_padded=False),
         *(

@@ -27,6 +27,12 @@ class LlamaShape:
         return self.hidden * (self.hidden + 2 * self.kv_width) / self.layer_values
 
     @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Weights of a layer's linears by input group: q, k and v; o; gate and up; down."""
+        values = (self.hidden + 2 * self.kv_width, self.hidden, 2 * self.intermediate, self.intermediate)
+        return tuple(_VALUE_BYTES * self.hidden * one for one in values)
+
+    @property
     def weight_bytes(self) -> int:
         """Of all weights."""
         words = 2 * _NUM_WORDS * self.hidden
@@ -49,6 +55,7 @@ class LlamaShape:
 
 
 LLAMA_7B = LlamaShape(32, 4096, 4096, 11_008)
+LLAMA_8B = LlamaShape(32, 4096, 1024, 14_336)
 LLAMA_13B = LlamaShape(40, 5120, 5120, 13_824)
 LLAMA_30B = LlamaShape(60, 6656, 6656, 17_920)
 LLAMA_70B = LlamaShape(80, 8192, 1024, 28_672)
