@@ -27,7 +27,6 @@ from typing import Any
 
 import httpx
 import psutil
-from churn import held
 from cold.workload import SIZES
 from corun.runtime.tasks import cancel_all
 from load import percentile
@@ -227,8 +226,13 @@ class Overload:
                 await asyncio.sleep(0.05)
 
     def held(self) -> dict[str, float]:
-        """What the server's processes hold."""
-        return held(self._pids)
+        """What the server's processes hold: bytes, their own and shared, and descriptors."""
+        processes = [psutil.Process(pid) for pid in self._pids]
+        return {
+            "memory": sum(process.memory_full_info().uss for process in processes),
+            "shared memory": sum(_shared_bytes(pid) for pid in self._pids),
+            "descriptors": sum(process.num_fds() for process in processes),
+        }
 
     async def _ask(self, index: int, num_tokens: int) -> Client:
         body = json.dumps(
@@ -302,6 +306,14 @@ def judge(tally: Tally, held_then: dict[str, list[float]]) -> tuple[dict[str, An
         "metrics_ms": _quantiles_ms(tally.scrapes_s),
     }
     return figures | held_then, bounds
+
+
+def _shared_bytes(pid: int) -> int:
+    """Shared memory that a process has touched, whether or not it still has a name."""
+    (line,) = (
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssShmem:")
+    )
+    return int(line.split()[1]) * 1024
 
 
 def _quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:

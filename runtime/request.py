@@ -94,7 +94,6 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
         return len(self.prompt_token_ids)
 
     @property

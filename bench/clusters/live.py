@@ -83,7 +83,6 @@ class LiveCluster:
         await call(self.session, url, change, dict, timeout_s=_CALL_TIMEOUT_S)
 
     async def report(self, report: AgentReport) -> AgentOrders:
-        """Be an agent."""
         url = self.plan.controller_url + AGENTS_PATH
         return await call(self.session, url, report, AgentOrders, timeout_s=_CALL_TIMEOUT_S)
 

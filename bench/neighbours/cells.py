@@ -60,7 +60,6 @@ class Kept:
         return dict(self._all["cells"])
 
     def cell(self, name: str, measure: Callable[[], Figures]) -> Figures:
-        """What is kept of a cell, or what ``measure`` returns."""
         kept: Figures | None = self._all["cells"].get(name)
         if kept is not None and not kept["disturbed"]:
             return kept

@@ -314,7 +314,6 @@ class ScriptedExecutor:
         self._executor.close()
 
     def step_stats(self) -> StepStats:
-        """Of all steps so far."""
         return StepStats(self._num_steps, self._busy_s)
 
     def _scripted(self, result: StepResult) -> StepResult:

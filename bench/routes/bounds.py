@@ -84,7 +84,6 @@ class TailRatio:
         return self.a, self.b
 
     def verdicts(self, outcomes: Outcomes) -> Iterator[Verdict]:
-        """One."""
         pairs = zip(outcomes[self.a], outcomes[self.b], strict=True)
         ratios = [percentile_s(a, PERCENTILE) / percentile_s(b, PERCENTILE) for a, b in pairs]
         median = statistics.median(ratios)

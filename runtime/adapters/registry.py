@@ -206,7 +206,6 @@ class AdapterRegistry:
         return self._drain(entry.version)
 
     def serving(self, name: str) -> AdapterVersion | None:
-        """The version in service for ``name``, or None."""
         entry = self._entries.get(name)
         return None if entry is None else entry.version
 

@@ -55,7 +55,6 @@ class TargetLora:
 
     @property
     def tensors(self) -> tuple[RawTensor, ...]:
-        """All tensors of the target."""
         return (self.a, self.b) if self.magnitudes is None else (self.a, self.b, self.magnitudes)
 
 

@@ -109,7 +109,6 @@ class PathIndex(Generic[_Item]):
             del self._by_tail[tail]
 
     def find(self, path: str) -> _Item | None:
-        """Return the item of ``path``, or None."""
         if path in self._exact:
             return self._exact[path]
         return self._by_tail.get(_without_holders(path))

@@ -108,7 +108,6 @@ class ProgressLine:
             self._write(report.text(), is_final=False)
 
     def end(self) -> None:
-        """End the line."""
         if self._width:
             self._write("", is_final=True)
 

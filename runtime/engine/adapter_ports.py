@@ -14,9 +14,7 @@ from ..plan import AdapterId, HostPlaceId
 class AdapterHost(Protocol):
     """The host's memory, as the manager uses it."""
 
-    def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
-        """Evict adapters."""
-        ...
+    def evict(self, place_ids: Iterable[HostPlaceId]) -> None: ...
 
     def remove_content(self, digest: str) -> None:
         """Remove a content that no version has any more."""

@@ -31,9 +31,7 @@ class EngineClient(Protocol):
     """An engine as an event loop uses it. All methods belong to the loop that called ``start``."""
 
     @property
-    def config(self) -> EngineConfig:
-        """The engine's configuration."""
-        ...
+    def config(self) -> EngineConfig: ...
 
     @property
     def num_heartbeats(self) -> int:

@@ -90,7 +90,6 @@ class SlowLog:
         self._waiting: dict[int, str] = {}  # descriptions of requests without a first token
 
     def begin(self, request: AddRequest) -> None:
-        """Add a request."""
         if self._threshold_s is not None:
             name = request.name or str(request.request_id)
             model = request.adapter_name or "the base model"

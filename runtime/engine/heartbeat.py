@@ -54,7 +54,6 @@ class Heartbeat:
 
     @property
     def num_beats(self) -> int:
-        """Heartbeats so far."""
         return self._numbers[_BEATS]
 
     def signs(self) -> Signs:

@@ -104,7 +104,6 @@ class HeldRequests:
         return min(arrivals_s, default=None)
 
     def end_overdue(self, max_wait_s: float) -> Ended:
-        """End requests that have waited for ``max_wait_s``."""
         now_s = self._clock()
         return self._end(lambda _, arrival_s: now_s >= arrival_s + max_wait_s)
 

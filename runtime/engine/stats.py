@@ -113,7 +113,6 @@ class StepCounts:
     by_tokens: Counter[int] = field(default_factory=Counter)  # rounded up to a power of two
 
     def add(self, num_tokens: int) -> None:
-        """Count a step with ``num_tokens`` tokens."""
         self.number += 1
         self.num_tokens += num_tokens
         self.by_tokens[1 << max(0, num_tokens - 1).bit_length()] += 1

@@ -281,7 +281,6 @@ class Generation:
                 self.count_end(choice)
 
     def count_end(self, choice: Choice) -> None:
-        """Count the end of a choice."""
         self._num_open -= 1
         if self.error is None:
             self.error = choice.error

@@ -107,7 +107,6 @@ class MinuteLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def count(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Count one event."""
         self._num_new += 1
         if self._timer is None:
             self._write(loop)

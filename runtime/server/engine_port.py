@@ -66,9 +66,7 @@ class TokenizerPort(RendererPort, Protocol):
         """Return each token's text, beside the event loop."""
         ...
 
-    def token_text(self, token_id: int) -> str:
-        """Return one token's text."""
-        ...
+    def token_text(self, token_id: int) -> str: ...
 
 
 class ConventionsPort(RendererPort, Protocol):

@@ -81,7 +81,6 @@ class Families:
         return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in pairs)
 
     def gauge(self, name: str, text: str, value: float) -> Metric:
-        """Return a gauge with one value."""
         return self.gauges(name, text, (), [((), value)])
 
     def gauges(
@@ -120,7 +119,6 @@ class Families:
         return family
 
     def histogram(self, name: str, histogram: Histogram) -> Metric:
-        """Return one histogram."""
         return self.buckets(name, histogram.buckets(), histogram.total)
 
     def buckets(self, name: str, buckets: Sequence[tuple[str, float]], total: float) -> Metric:

@@ -92,7 +92,6 @@ class ClusterServer:
         return self._sent.values()
 
     def stats(self) -> EngineStats:
-        """Of its engine."""
         return self._parts.core.stats()
 
     def next_due(self) -> tuple[float, Due]:

@@ -28,7 +28,6 @@ def _ratio(median: float, spread: float = 0.02) -> Ratio:
 
 
 def _ratios(cold: float) -> dict[str, dict[str, Ratio]]:
-    """All cold strategies alike."""
     return {moment: {name: _ratio(cold) for name in COLD} for moment in ("first_token", "second_token")}
 
 

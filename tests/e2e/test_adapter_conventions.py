@@ -37,7 +37,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A watched directory."""
     return tmp_path_factory.mktemp("adapters")
 
 

@@ -69,7 +69,6 @@ class CommandedCluster:
         return msgspec.json.decode(answer.content, type=ClusterStatus)
 
     def num_engines(self) -> int:
-        """Engines that get requests."""
         try:
             return sum(not engine.is_draining for engine in self.status().engines)
         except (httpx.HTTPError, msgspec.DecodeError):

@@ -58,7 +58,6 @@ def make_cold(server: Served, suffix: str) -> None:
 
 @pytest.fixture(scope="module")
 def expected(server: Served) -> list[str]:
-    """The answers without faults."""
     make_cold(server, "-quiet")
     return ask_all(server.url, asked_of("-quiet"))
 

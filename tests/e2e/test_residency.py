@@ -120,7 +120,6 @@ class Operator:
         return {one["name"]: one for one in page["data"]}
 
     def metrics(self) -> dict[str, list[Sample]]:
-        """Samples by family."""
         families = text_string_to_metric_families(self.http.get("/metrics").text)
         return {one.name.removeprefix("corun:"): one.samples for one in families}
 

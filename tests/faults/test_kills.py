@@ -167,7 +167,6 @@ def assisted(options: dict[bool, list[str]]) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def expected(assisted: Served) -> list[str]:
-    """The answers without faults."""
     make_cold(assisted, "-quiet")
     return ask_all(assisted.url, asked_of("-quiet"))
 

@@ -107,7 +107,6 @@ class Soak:
         return [*rows, relative.row(from_s, self._end_s, self.window_s)]
 
     def lines(self) -> Iterator[str]:
-        """The table."""
         yield f"{'after warm-up':<24} {'first':>9} {'last':>9} {'change':>9} {'at most':>9}"
         for row in self.rows():
             figures = (row.first, row.last, row.change, row.limit)

@@ -61,7 +61,6 @@ class Command:
         return found[1]
 
     def status(self) -> ClusterStatus:
-        """Return the controller's status."""
         place = msgspec.json.decode((self.state_dir / "cluster.json").read_bytes())
         url = place["controller_url"] + STATUS_PATH
         answer = httpx.get(url, headers=self.headers(), timeout=ANSWER_TIMEOUT_S)

@@ -76,7 +76,6 @@ def everybody(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def pids_of(engine: ColdEngine) -> list[int]:
-    """Ids of live processes."""
     try:
         return [process.pid for process in engine.processes]
     except (ValueError, psutil.NoSuchProcess):  # the supervisor is being replaced

@@ -40,7 +40,6 @@ def place(arena: HostArena, place_id: int, *extents: tuple[int, int]) -> ArenaEn
 
 
 def add(arena: HostArena, place_id: int, *extents: tuple[int, int]) -> ArenaEntry:
-    """An adapter without references."""
     entry = place(arena, place_id, *extents)
     arena.release(entry)
     return entry

@@ -28,7 +28,6 @@ async def release(digest: str) -> bool:
 
 @contextlib.contextmanager
 def opened_store(directory: Path, capacity_bytes: int = 1 << 30) -> Iterator[AdapterFileStore]:
-    """A store with room."""
     store = AdapterFileStore(directory, capacity_bytes)
     try:
         yield store

@@ -43,7 +43,6 @@ class Architecture:
     overrides: dict[str, Any]
 
     def config(self) -> Any:
-        """The transformers configuration."""
         values = {**COMMON, **self.overrides}
         return AutoConfig.for_model(self.model_type, **values)
 

@@ -59,7 +59,6 @@ class Call:
         )
 
     def arguments(self) -> tuple[Any, ...]:
-        """What ``AttentionBackend.forward`` takes."""
         return (
             self.query,
             self.key,

@@ -118,7 +118,6 @@ class Server(ThreadingHTTPServer):
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     host, port = sys.argv[5], int(sys.argv[7])
     if json.loads(Path(sys.argv[3]).read_text()).get("seed") == 13:
         sys.exit(2)  # an option that it refuses

@@ -47,7 +47,6 @@ def floats(bits: np.ndarray) -> np.ndarray:
 
 
 def random_bits(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Normal values of bfloat16."""
     values = rng.standard_normal((rows, columns), np.float32)
     return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)
 
@@ -83,7 +82,6 @@ class Workplace:
         write_region(self.region, matrices, self.region_bytes())
 
     def region_bytes(self) -> memoryview:
-        """The region."""
         region = self._memory[self._start :][: self.region.num_bytes // 2]
         return region.view(np.uint8).data
 
@@ -93,11 +91,9 @@ class Workplace:
         return self._wide_y[_GUARD_ROWS:-_GUARD_ROWS, : self.region.y_columns]
 
     def job(self) -> DeltaJob:
-        """All tokens."""
         return self.slice(0, self.case.num_tokens)
 
     def slice(self, first_token: int, num_tokens: int) -> DeltaJob:
-        """Some of them."""
         row = _GUARD_ROWS + first_token
         return DeltaJob(
             self.region,

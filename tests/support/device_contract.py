@@ -84,7 +84,6 @@ class Rig:
         store_release(self.word(word).host_address, wrap(value))
 
     def shown(self, word: int) -> int:
-        """What a word shows, as int32."""
         return int(load_acquire(self.word(word).host_address))
 
     def multiply_add(self, stream: Stream, tensor: torch.Tensor, factor: int, term: int) -> None:

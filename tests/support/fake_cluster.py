@@ -72,7 +72,6 @@ _Answer = TypeVar("_Answer")
 
 
 def digest_of(content: str) -> str:
-    """The digest of a content."""
     return sha256(content.encode()).hexdigest()
 
 
@@ -107,7 +106,6 @@ class FakeEngine:
     state: str = "ready"
 
     def app(self) -> web.Application:
-        """Its routes."""
         return make_app(
             cluster_key_check(KEY),
             [
@@ -175,7 +173,6 @@ class FakeAgent:
     url: str = ""
 
     def app(self) -> web.Application:
-        """Its routes."""
         return make_app(
             cluster_key_check(KEY),
             [
@@ -189,7 +186,6 @@ class FakeAgent:
         )
 
     def report(self) -> AgentReport:
-        """Its report."""
         engines = [
             EngineStatus(engine_id=engine_id, url=one.url, state=one.state, pid=one.pid, cpu_list="")
             for engine_id, one in self.engines.items()
@@ -273,7 +269,6 @@ class FakeGateway:
                 await call(session, url + ACKS_PATH, ack, dict, timeout_s=TIMEOUT_S)
 
     def take(self, change: TableChange) -> None:
-        """Apply a change."""
         if change.is_whole:
             self.engines, self.agents, self.adapters, self.shares = {}, {}, {}, {}
         self.engines |= {one.engine_id: one for one in change.engines}
@@ -335,15 +330,12 @@ class RunningCluster:
         return await self.change(AdapterChange(action="load", name=name, path=content, **fields))
 
     async def unload(self, name: str) -> AdapterEntry:
-        """Unload a name."""
         return await self.change(AdapterChange(action="unload", name=name))
 
     async def change(self, change: AdapterChange) -> AdapterEntry:
-        """Change a name."""
         return await self.post(ADAPTERS_PATH, change, AdapterEntry)
 
     async def engines(self, action: str, **fields: Any) -> ClusterStatus:
-        """Add or remove engines."""
         return await self.post(ENGINES_PATH, EngineChange(action=action, **fields), ClusterStatus)
 
     async def demand(self, prompt_tokens: dict[str, int], **fields: Any) -> None:
@@ -352,11 +344,9 @@ class RunningCluster:
         await self.post(DEMAND_PATH, demand, dict)
 
     async def status(self) -> ClusterStatus:
-        """The controller's status."""
         return await call(self._session, self.url + STATUS_PATH, None, ClusterStatus, timeout_s=TIMEOUT_S)
 
     async def metrics(self) -> str:
-        """The controller's metrics."""
         async with self._session.get(f"{self.url}/metrics") as response:
             assert response.status == 200
             return await response.text()
@@ -382,7 +372,6 @@ def _ids(status: ClusterStatus) -> set[str]:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for it."""
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.01)

@@ -266,7 +266,6 @@ class FakeAdapters:
 
     @property
     def watch_state(self) -> WatchState:
-        """None is watched."""
         return WatchState()
 
     def must_wait(self, name: str) -> bool:

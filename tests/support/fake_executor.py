@@ -242,7 +242,6 @@ class FakeExecutor:
             self._remove(transfer.adapter_id)
 
     def deliver(self, result: Result) -> None:
-        """Let ``poll`` return this."""
         self._results.append(result)
 
     def progress_transfer(self, transfer_id: int, num_groups: int) -> None:

@@ -25,7 +25,6 @@ class FakeHost:
                 self._begin(transfer)
 
     def finish(self, transfer: AdapterTransfer, error: str | None) -> None:
-        """A transfer has ended."""
         if error is not None or not self.is_device_memory:
             self._used.pop(transfer.adapter_id, None)
 

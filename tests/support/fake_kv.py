@@ -54,7 +54,6 @@ class FakeKv:
     # Commands to the device.
 
     def announce(self, request_id: RequestId, namespace: Hashable, token_ids: Iterable[int]) -> KvSequence:
-        """Add a request."""
         sequence = self._sequences[request_id] = KvSequence(namespace, [])
         for token_id in token_ids:
             self.append(sequence, token_id)

@@ -87,7 +87,6 @@ def quantize_in_four_bits(
 
 
 def four_bit_config(**fields: Any) -> dict[str, Any]:
-    """The entry in config.json."""
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,

@@ -74,7 +74,6 @@ def usage_json(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 async def answer_at_once(request: web.Request) -> web.StreamResponse:
-    """Three tokens."""
     choices = [{"index": 0, "text": " t t t"}]
     return web.json_response({"choices": choices, "usage": usage_json(50, 3)})
 
@@ -89,15 +88,12 @@ async def stream_at_once(request: web.Request) -> web.StreamResponse:
 
 
 async def begin_stream(request: web.Request) -> web.StreamResponse:
-    """Its head."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     return response
 
 
 def refuse(status: int, code: str) -> Answer:
-    """Answer with an error."""
-
     async def answer(request: web.Request) -> web.StreamResponse:
         return error_response(ErrorReply(status, f"the engine says {code}", code))
 
@@ -132,7 +128,6 @@ class ScriptedEngine:
     transports: set[asyncio.BaseTransport] = field(default_factory=set)
 
     def app(self) -> web.Application:
-        """Its routes."""
         return make_app(
             cluster_key_check(KEY),
             [
@@ -243,7 +238,6 @@ class ScriptedController:
     _transports: set[asyncio.BaseTransport] = field(default_factory=set)
 
     def app(self) -> web.Application:
-        """Its routes."""
         has_key = cluster_key_check(KEY)
 
         def check(request: web.Request) -> None:

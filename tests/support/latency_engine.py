@@ -79,7 +79,6 @@ class LatencySettings:
 
     @property
     def found_machine(self) -> SimulatedMachine:
-        """The machine itself."""
         return MACHINES[self.machine] if isinstance(self.machine, str) else self.machine
 
 
@@ -102,11 +101,9 @@ class LatencyServer:
 
     @property
     def pid(self) -> int:
-        """Of the HTTP server."""
         return self._process.pid
 
     def log(self) -> str:
-        """Its output on stderr."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size, 0).decode()
 
@@ -126,7 +123,6 @@ class LatencyServer:
         self.close()
 
     def close(self) -> None:
-        """Kill it. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._log.close()

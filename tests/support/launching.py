@@ -152,7 +152,6 @@ class StaticEngine:
 
 @contextlib.asynccontextmanager
 async def locally(directory: Path) -> AsyncIterator[Launched]:
-    """A local launcher."""
     async with make_session(KEY) as session:
         yield LaunchedLocally(local_launcher(directory, session))
 

@@ -34,7 +34,6 @@ class LogitCase:
         return np.stack([*table[:2].astype(np.int32), table[2].astype(np.float32).view(np.int32)])
 
     def expected(self) -> NDArray[np.float32]:
-        """The changed logits."""
         result = self.logits.copy()
         num_columns = result.shape[1]
         for row, words in zip(self.mask_rows, self.masks, strict=True):

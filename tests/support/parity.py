@@ -248,7 +248,6 @@ class HalfErrors:
 
     @property
     def means(self) -> tuple[float, float]:
-        """Ours, and PEFT's."""
         return float(torch.cat(self._ours).mean()), float(torch.cat(self._theirs).mean())
 
     def check(self, max_ratio: float = MAX_ERROR_RATIO) -> None:

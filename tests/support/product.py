@@ -27,7 +27,6 @@ def product_files() -> tuple[Path, ...]:
 
 @cache
 def files_of(folder: str) -> tuple[Path, ...]:
-    """Of tests or benchmarks."""
     return tuple(sorted((ROOT / folder).rglob("*.py")))
 
 
@@ -43,7 +42,6 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 
 
 def name_of(path: Path) -> str:
-    """Relative to the repository."""
     return path.relative_to(ROOT).as_posix()
 
 

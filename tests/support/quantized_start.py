@@ -61,7 +61,6 @@ def memory_bytes(line: str) -> int:
 
 
 def main(mode: str, directory: Path) -> None:
-    """Save, warm up, start."""
     plan = Quantization(8, 8, None)
     save(directory)
     if mode == "nf4":

@@ -79,11 +79,9 @@ class RayCluster:
         self._ask("kill_head")
 
     def kill_control_store(self) -> None:
-        """Only that."""
         self._ask("kill_control_store")
 
     def begin_control_store(self) -> None:
-        """Start it again."""
         self._ask("begin_control_store")
 
     def kill_raylet(self, host: str) -> None:
@@ -107,7 +105,6 @@ class RayCluster:
         _ip("link", "set", _OUTER, "down")
 
     def let_in(self) -> None:
-        """Let everything through again."""
         _ip("link", "set", _OUTER, "up")
 
     def close(self) -> None:

@@ -80,7 +80,6 @@ class RecordedVllm:
     _kv: dict[tuple[str, str], str] = field(default_factory=dict)  # by model and prompt: content
 
     def app(self) -> web.Application:
-        """Its routes."""
         app = web.Application(middlewares=[self._check_key], client_max_size=1 << 24)
         app.add_routes(
             [
@@ -337,11 +336,9 @@ class VllmProcess:
         )
 
     def wait(self) -> None:
-        """Until it answers."""
         _wait(self.url)
 
     def close(self) -> None:
-        """Kill it."""
         self.process.kill()
         self.process.wait()
 

@@ -42,7 +42,6 @@ class Held:
 
 
 def held() -> Held:
-    """What this process holds."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return Held(

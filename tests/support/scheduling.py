@@ -130,7 +130,6 @@ def make_scheduler(
 
 
 def loads_of(plan: StepPlan) -> list[AdapterTransfer]:
-    """The plan's loads."""
     return [one for one in plan.transfers if isinstance(one, AdapterTransfer)]
 
 

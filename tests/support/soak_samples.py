@@ -77,7 +77,6 @@ class Sample:
         return float(sum(getattr(one, field) for one in self.processes.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """For a record."""
         return asdict(self)
 
 

@@ -117,7 +117,6 @@ class Driver:
         return self.finish(worker, index, self.start(worker, index, predicted_us))
 
     def wait_ready(self) -> None:
-        """Wait for all workers."""
         self.pool.wait_ready(READY_TIMEOUT_S)
 
     def close(self) -> None:

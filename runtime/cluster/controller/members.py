@@ -169,7 +169,6 @@ class Members:
             self._table.put_engine(msgspec.structs.replace(card, is_draining=False))
 
     def remove_engine(self, engine_id: str) -> None:
-        """Remove an engine."""
         self._table.remove_engine(engine_id)
         self.profiles.pop(engine_id, None)
         self._pids.pop(engine_id, None)

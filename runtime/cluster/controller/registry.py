@@ -59,7 +59,6 @@ class Registry:
         return [_entry(row) for row in self._db.execute("SELECT * FROM adapters ORDER BY name")]
 
     def adapter(self, name: str) -> AdapterEntry | None:
-        """Return an adapter, or None."""
         row = self._db.execute("SELECT * FROM adapters WHERE name = ?", (name,)).fetchone()
         return None if row is None else _entry(row)
 
@@ -205,12 +204,10 @@ class Registry:
         return [msgspec.json.decode(card, type=EngineCard) for (card,) in rows]
 
     def add_engine(self, card: EngineCard) -> None:
-        """Add an engine."""
         with self._change() as db:
             db.execute("REPLACE INTO engines VALUES (?, ?)", (card.url, _json(card)))
 
     def remove_engine(self, url: str) -> None:
-        """Remove an engine."""
         with self._change() as db:
             db.execute("DELETE FROM engines WHERE url = ?", (url,))
 
@@ -221,7 +218,6 @@ class Registry:
         return [wish for (wish,) in self._db.execute("SELECT wish FROM wishes ORDER BY rowid")]
 
     def add_wish(self, wish: str) -> None:
-        """Add a wish."""
         with self._change() as db:
             db.execute("INSERT INTO wishes VALUES (?)", (wish,))
 
@@ -294,6 +290,5 @@ def _json(value: msgspec.Struct) -> str:
 
 
 def _entry(row: Sequence[Any]) -> AdapterEntry:
-    """Return the entry of a row of ``adapters``."""
     values = dict(zip(AdapterEntry.__struct_fields__, row, strict=False))
     return AdapterEntry(**values | {"pinned": bool(values["pinned"])})

@@ -77,7 +77,6 @@ class RoutingTable:
         self._remove(self.agents, _AGENT, agent_id)
 
     def remove_adapter(self, name: str, revision: int) -> None:
-        """Remove an adapter, at this revision."""
         self._remove(self.adapters, _ADAPTER, name, revision)
 
     def put_shares(self, shares: Shares) -> None:

@@ -80,9 +80,7 @@ class EngineType(Protocol):
     can_mix: bool  # whether a request can have several adapters
     ready_path: str  # answers 200 while the engine accepts requests
 
-    async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile:
-        """Return the engine's profile."""
-        ...
+    async def profile(self, session: aiohttp.ClientSession, card: EngineCard) -> EngineProfile: ...
 
     async def base_cards(self, session: aiohttp.ClientSession, card: EngineCard) -> tuple[ModelCard, ...]:
         """Return the base model's names."""

@@ -22,7 +22,6 @@ class EngineCounts:
     ratio: Histogram = field(default_factory=lambda: Histogram(_RATIO_BOUNDS))
 
     def first_token(self, measured_s: float, predicted_s: float) -> None:
-        """Count a first token."""
         self.first_token_s.observe(measured_s)
         self.predicted_s.observe(predicted_s)
         if predicted_s > 0.0:
@@ -47,7 +46,6 @@ class GatewayCounts:
         self.http_requests[method, route, status] += 1
 
     def of_engine(self, engine_id: str) -> EngineCounts:
-        """Return the counts of an engine."""
         return self.engines.setdefault(engine_id, EngineCounts())
 
     def take_demand(self) -> tuple[dict[str, int], dict[str, int]]:

@@ -53,7 +53,6 @@ class StatusBoard:
         return self._statuses.get(engine_id)
 
     def list(self) -> tuple[EngineStatus, ...]:
-        """Return all statuses."""
         return tuple(self._statuses.values())
 
     def set(self, status: EngineStatus) -> None:

@@ -57,9 +57,7 @@ _logger = logging.getLogger(__name__)
 class ActorMachines(Protocol):
     """The machines for agents: Ray's (``ray.py``). Calls block without a limit."""
 
-    def nodes(self) -> list[Node]:
-        """Return all machines."""
-        ...
+    def nodes(self) -> list[Node]: ...
 
     def names(self) -> set[str]:
         """Return the names of this cluster's actors, running or not yet."""

@@ -34,7 +34,6 @@ class LlamaShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights."""
         words = 2 * _NUM_WORDS * self.hidden
         return _VALUE_BYTES * (self.num_layers * self.layer_values + words)
 

@@ -78,7 +78,6 @@ def test_fifty_adapters_in_room_for_twenty(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def finish(engine: LoadingEngine) -> None:
-    """Answer all requests."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while engine.live:
         engine.step(timeout_s=0.01)

@@ -58,7 +58,6 @@ class Reading:
         return self.store.fetch(self.digest, str(self.path), self.host.place(self.digest))
 
     def let_go(self, host: HostAdapter, *, has_failed: bool = False) -> None:
-        """End the load."""
         host.release()
         self.host.end_load(self.digest, has_failed=has_failed)
 

@@ -115,7 +115,6 @@ class TestKept:
 
     @pytest.fixture
     def kept(self, verdict: Path, tmp_path: Path) -> Path:
-        """A copy of it."""
         return shutil.copytree(verdict, tmp_path / "kept")
 
     def test_it_is_found(self, model: PreTrainedModel, kept: Path) -> None:

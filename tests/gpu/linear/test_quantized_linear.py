@@ -73,7 +73,6 @@ def group_size(kind: str) -> int:
 
 
 def coded_weight(weight: torch.Tensor, kind: str) -> QuantizedWeight:
-    """The nearest codes."""
     bits = 8 if kind in ("int8", "w8a8", "int8/32") else 4
     if kind.endswith("/32"):  # every group with itself again, as one of 64
         groups = weight.unflatten(1, (-1, 32))

@@ -49,7 +49,6 @@ class DecodePasses:
         self._generator = torch.Generator().manual_seed(0)
 
     def close(self) -> None:
-        """Free the model."""
         self.runner.close()
         self.loaded.close()
 

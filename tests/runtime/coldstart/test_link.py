@@ -24,7 +24,6 @@ class Link:
         return self.forecast.ready_s(self.loads[adapter_id], now_s)
 
     def copy(self, direction: Direction, num_bytes: int, *, is_demand: bool) -> OpenTransfer:
-        """Of a KV block."""
         table = self.loads.table
         command = KvTransfer(table.new_id(), direction, (BlockId(0),), (HostSlot(0),), is_demand)
         copy = OpenTransfer(command=command, part_bytes=(num_bytes,))

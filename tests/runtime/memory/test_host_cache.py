@@ -23,14 +23,12 @@ def sizes(*num_pages: int) -> list[int]:
 
 
 def held(cache: HostCache, digest: str, *num_pages: int) -> HostPlace:
-    """Begin a load."""
     place = cache.begin_load(digest, sizes(*num_pages))
     assert place is not None, f"there is no room for {digest}"
     return place
 
 
 def add(cache: HostCache, digest: str, *num_pages: int) -> None:
-    """Add an idle adapter."""
     place = held(cache, digest, *num_pages)
     if not place.is_filled:
         cache.filled(place.place_id, digest)

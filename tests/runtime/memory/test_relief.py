@@ -25,7 +25,6 @@ class Machine:
         memory.relief.watch(self._look, self._end)
 
     def says(self, available_bytes: int, now_s: float = 0.0, *, total_bytes: int = TOTAL) -> None:
-        """Run the next plan."""
         self.room = MemoryRoom(available_bytes, total_bytes)
         self._memory.begin_plan(0, now_s)
 

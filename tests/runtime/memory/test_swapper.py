@@ -95,7 +95,6 @@ def send_away(
 
 
 def clear(memory: DeviceMemory) -> None:
-    """Evict everything."""
     assert memory.room.reclaim(memory.pool.num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
     assert memory.pool.num_free_ids == memory.pool.num_blocks
 

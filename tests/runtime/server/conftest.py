@@ -85,7 +85,6 @@ class SupervisedServer:
             )
 
     def signal(self) -> None:
-        """Act as SIGTERM does."""
         self._loop.call_soon_threadsafe(self._stop.receive)
 
     def join(self) -> int | None:

@@ -70,7 +70,6 @@ def _many(workload: Workload, **cluster: Any) -> _Kept:
 
 
 def _sums(name: str) -> _Kept:
-    """A workload alone."""
     workload = _drawn(name, 4.0, 60, lengths=read_workload(name).lengths)
     requests = workload.requests
     return {

@@ -64,7 +64,6 @@ def idle_servers(path: Path) -> None:
 
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """What is saved."""
     found: list[Figure] = []
     save = Figure.savefig
 

@@ -162,7 +162,6 @@ def test_a_workload_must_exist_and_hold_something() -> None:
 
 
 def _shares(workload: Workload, part: slice = slice(None)) -> list[float]:
-    """Of requests, by rank."""
     requests = workload.requests[part]
     counts = Counter(workload.ranks[one.adapter] for one in requests)
     return [counts[rank] / len(requests) for rank in RANKS]

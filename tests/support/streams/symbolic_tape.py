@@ -52,7 +52,6 @@ class Process:
         self._agent = agent
 
     def compute(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
-        """Read and write the buffers."""
         access = self._tape.access(self._agent, "compute", reads, writes)
         self._tape.add(self._agent, Begin(access))
         self._tape.add(self._agent, End(access))

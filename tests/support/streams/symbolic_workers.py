@@ -118,12 +118,10 @@ class SymbolicPool:
         self.device.host.wait(self.workers[worker].done, sequence)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: Any) -> SymbolicTensor:
-        """Of the rings."""
         box, place = self.workers[offset // 1000], offset % 1000
         slot = box.y[place - _Y_OFFSET] if place >= _Y_OFFSET else box.x[place]
         return SymbolicTensor([slot], shape=shape)
 
     def word(self, offset: int, name: str) -> Word:
-        """Of the control segment."""
         box = self.workers[offset // 2]
         return box.done if offset % 2 else box.ready

@@ -63,7 +63,6 @@ def _error(problem: Problem, dtype: torch.dtype, *, is_strided: bool = False) ->
 
 
 def main(what: str) -> None:
-    """Compute problems."""
     assert triton_backend.TritonAttention().is_interpreted
     torch.use_deterministic_algorithms(mode=True)  # new memory has NaN
     some = {torch.float32: tuple(PROBLEMS), torch.float16: IN_FLOAT16}

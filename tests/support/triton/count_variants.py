@@ -137,7 +137,6 @@ def serve(runner: ModelRunner, adapters: list[tuple[int, int]], num_passes: int)
 
 
 def count(architecture: str, device: str, variants: set[tuple[str, str]], num_passes: int) -> dict[str, Any]:
-    """Warm up, then serve."""
     variants.clear()
     with tempfile.TemporaryDirectory() as directory:
         loaded = load(architecture, device, Path(directory))

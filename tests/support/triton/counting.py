@@ -81,12 +81,10 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
         return str(self.kernel.__name__)
 
     @property
     def num_programs(self) -> int:
-        """Programs of the grid."""
         return int(torch.Size(self.grid).numel())
 
 
@@ -123,7 +121,6 @@ class Work:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of all copies."""
         return sum(copy.num_bytes for copy in self.copies)
 
 
@@ -140,7 +137,6 @@ class FakeCuda:
         self._bytes = self._first_bytes = 0
 
     def begin(self) -> None:
-        """Count from nothing."""
         self.work, self._first_bytes = Work(), self._bytes
 
     def take(self) -> Work:

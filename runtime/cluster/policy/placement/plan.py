@@ -101,7 +101,6 @@ class Room:
         self.shares: dict[str, dict[ServerId, float]] = {}
 
     def fits(self, adapter: AdapterDemand, server_id: ServerId) -> bool:
-        """Return whether the server has the adapter, or room for it."""
         has_it = server_id in self.shares.get(adapter.name, ())
         return has_it or adapter.num_bytes <= self.free_bytes[server_id]
 

@@ -15,7 +15,6 @@ DOWN = MachinesReport(kind="ray", is_up=False, num_agents=1, reason="its head is
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten timeouts."""
     monkeypatch.setattr(machines, "_TAKE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(machines, "_SILENT_S", 0.3)
 

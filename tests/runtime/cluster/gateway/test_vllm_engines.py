@@ -301,7 +301,6 @@ def test_costs_are_learned_from_answers(tmp_path: Path, monkeypatch: pytest.Monk
 
 @contextlib.asynccontextmanager
 async def processes(front: Front, number: int) -> AsyncIterator[list[VllmProcess]]:
-    """Yield servers as processes."""
     options = VllmOptions(key=KEY, decode_s=0.005)
     servers = [VllmProcess(port, options) for port in free_ports(number)]
     try:

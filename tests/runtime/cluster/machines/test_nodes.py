@@ -54,7 +54,6 @@ class FakeMachines:
     is_away: threading.Event = field(default_factory=threading.Event)
 
     def nodes(self) -> list[Node]:
-        """Return all machines."""
         return self.free
 
     def names(self) -> set[str]:
@@ -64,7 +63,6 @@ class FakeMachines:
         return set(self.actors)
 
     def begin(self, name: str, resources: AgentResources, settings: NodeSettings) -> None:
-        """Start an actor."""
         self.actors[name] = msgspec.structs.replace(settings, resources=resources)
 
     def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, SupervisedAgent]:
@@ -88,7 +86,6 @@ class FakeMachines:
         }
 
     def end(self, name: str) -> None:
-        """End an actor."""
         self.actors.pop(name, None)
 
 
@@ -155,7 +152,6 @@ class World:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten timeouts."""
     for name, seconds in (("_EVERY_S", 0.02), ("_LATE_S", 0.5), ("_LED_TIMEOUT_S", 0.1)):
         monkeypatch.setattr(nodes, name, seconds)
 

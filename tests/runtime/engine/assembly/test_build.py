@@ -47,7 +47,6 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def attention_functions() -> set[str]:
-    """Those of corun."""
     return {name for name in AttentionInterface._global_mapping if name.startswith("corun")}
 
 
