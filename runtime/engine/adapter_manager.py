@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from ..adapter import AdapterFacts
 from ..adapters.dir_changes import WatchState
@@ -22,15 +23,47 @@ from ..adapters.names import DRAINING, READY, taken_name
 from ..adapters.registry import AdapterRegistry, AdapterVersion, Registered
 from ..adapters.resolved import MixSource, PartSource
 from ..adapters.state_file import AdapterStateFile, RememberedAdapter
+from ..engine_state import Residency
 from ..errors import AdapterChangedError, AdapterError, CorunError, RequestError
-from ..plan import AdapterId, HostPlace
-from .adapter_ports import AdapterHost, AdapterResidency
+from ..memory.loads import HostRoom
+from ..memory.report import Changed
+from ..plan import AdapterId, HostPlace, HostPlaceId
 from .adapter_reading import AdapterFiles, AdapterReaderThread, ReadDone, ReadJob
 from .messages import AdapterOperation, AdaptersChanged, AddAdapter, OperationDone, ReadAdapter, RemoveAdapter
 
 _logger = logging.getLogger(__name__)
 
 MAX_IDLE_MIXES = 64  # registered ones that no request uses
+
+
+class AdapterHost(Protocol):
+    """The host's memory, as the manager uses it; see ``HostAdapters``."""
+
+    def evict(self, place_ids: Iterable[HostPlaceId]) -> None: ...
+
+    def remove_content(self, digest: str) -> None: ...
+
+
+class AdapterResidency(Protocol):
+    """The engine core, as the manager uses it; see ``EngineCore``."""
+
+    def drop_adapter(self, adapter_id: AdapterId) -> None: ...
+
+    def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None: ...
+
+    def pin_adapter(self, adapter_id: AdapterId, facts: AdapterFacts) -> None: ...
+
+    def unpin_adapter(self, adapter_id: AdapterId) -> None: ...
+
+    def take_changed_adapters(self) -> Changed: ...
+
+    def residency(self, version: AdapterVersion) -> Residency: ...
+
+    def place_registration(self, layer_bytes: Sequence[int]) -> HostRoom: ...
+
+    def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None: ...
+
+    def drop_content(self, digest: str) -> None: ...
 
 
 class AdapterMixes:

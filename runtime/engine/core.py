@@ -43,24 +43,13 @@ _logger = logging.getLogger(__name__)
 class AdapterVersions(Protocol):
     """Resolves adapter names and counts references: the manager, or its registry."""
 
-    def version(self, adapter_id: AdapterId) -> AdapterVersion:
-        """Return a version that a request uses."""
-        ...
+    def version(self, adapter_id: AdapterId) -> AdapterVersion: ...
 
-    def resolve(self, name: str) -> AdapterVersion:
-        """Return the version for new requests.
+    def resolve(self, name: str) -> AdapterVersion: ...
 
-        Raises ``UnknownModelError`` or ``AdapterUnavailableError``.
-        """
-        ...
+    def acquire(self, adapter_id: AdapterId) -> None: ...
 
-    def acquire(self, adapter_id: AdapterId) -> None:
-        """Take a reference for a request."""
-        ...
-
-    def release(self, adapter_id: AdapterId) -> bool:
-        """Return a request's reference; True = no name refers to the version any more."""
-        ...
+    def release(self, adapter_id: AdapterId) -> bool: ...
 
 
 def sampling_of(message: AddRequest, version: AdapterVersion) -> SamplingParams:

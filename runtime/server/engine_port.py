@@ -19,7 +19,7 @@ from ..sampling import SamplingParams
 
 
 class RendererPort(Protocol):
-    """A chat template."""
+    """A chat template; see ``Conventions``."""
 
     def apply_chat_template(
         self,
@@ -28,53 +28,34 @@ class RendererPort(Protocol):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **template_arguments: Any,
-    ) -> str:
-        """Render a conversation. Raises ``RequestError`` if the template refuses it."""
-        ...
+    ) -> str: ...
 
 
 class TokenizerPort(RendererPort, Protocol):
-    """Text to tokens and back, and the model's chat template."""
+    """Text to tokens and back, and the model's chat template; see ``Tokenizer``."""
 
     async def encode_async(
         self, text: str, *, add_special_tokens: bool = True, limit: TextLimit | None = None
-    ) -> list[int]:
-        """Return the tokens of ``text`` without blocking the event loop.
-
-        Raises the error of ``limit``, if there is one, and ``OverloadedError``.
-        """
-        ...
+    ) -> list[int]: ...
 
     @property
-    def mark_ids(self) -> Mapping[str, int]:
-        """The ids of added tokens that no free text of a grammar matches, by their texts."""
-        ...
+    def mark_ids(self) -> Mapping[str, int]: ...
 
-    def hides(self, text: str) -> bool:
-        """Whether ``skip_special_tokens`` removes a part of ``text``."""
-        ...
+    def hides(self, text: str) -> bool: ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``token_ids``."""
-        ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    async def decode_async(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids``, with special tokens, beside the event loop."""
-        ...
+    async def decode_async(self, token_ids: Sequence[int]) -> str: ...
 
-    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token's text, beside the event loop."""
-        ...
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]: ...
 
     def token_text(self, token_id: int) -> str: ...
 
 
 class ConventionsPort(RendererPort, Protocol):
-    """The chat template of an adapter or the base model, and its tokenizer."""
+    """The chat template of an adapter or the base model, and its tokenizer; see ``Conventions``."""
 
-    def templates(self) -> list[tuple[str | None, str | None]]:
-        """Return the templates of answers and of conversations, the adapter's before the base's."""
-        ...
+    def templates(self) -> list[tuple[str | None, str | None]]: ...
 
     @property
     def tokenizer(self) -> TokenizerPort:
@@ -82,22 +63,16 @@ class ConventionsPort(RendererPort, Protocol):
         ...
 
     @property
-    def vocab_size(self) -> int | None:
-        """The number of tokens, if it differs from the base's."""
-        ...
+    def vocab_size(self) -> int | None: ...
 
 
 class EnginePort(Protocol):
-    """An engine that is ready. All its errors are classes of ``runtime/errors.py``."""
+    """An engine that is ready; see ``AsyncEngine``. Its errors are classes of ``runtime/errors.py``."""
 
     @property
-    def tokenizer(self) -> TokenizerPort:
-        """The tokenizer, with the chat template."""
-        ...
+    def tokenizer(self) -> TokenizerPort: ...
 
-    async def conventions_of(self, lora: str | LoRAMix | None) -> ConventionsPort:
-        """Return the conventions of an adapter; None = the base model."""
-        ...
+    async def conventions_of(self, lora: str | LoRAMix | None) -> ConventionsPort: ...
 
     def generate(
         self,
@@ -110,52 +85,29 @@ class EnginePort(Protocol):
         predicted_output_tokens: int | None = None,
         add_special_tokens: bool = True,
         watch: RequestWatch | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the new output at each iteration, until all choices have ended.
+    ) -> AsyncGenerator[RequestOutput, None]: ...
 
-        Closing the generator aborts them; ``watch`` is notified when they have ended in the engine.
-        """
-        ...
+    def get_model_info(self) -> ModelInfo: ...
 
-    def get_model_info(self) -> ModelInfo:
-        """Return name, device and limits."""
-        ...
-
-    def get_stats(self) -> EngineStats:
-        """Return the latest gauges and totals."""
-        ...
+    def get_stats(self) -> EngineStats: ...
 
     @property
-    def stats_age_s(self) -> float:
-        """Seconds since the engine last published statistics and changes of adapters."""
-        ...
+    def stats_age_s(self) -> float: ...
 
-    async def refresh_stats(self, timeout_s: float) -> EngineStats:
-        """Return current gauges and totals; the latest known if the engine takes too long."""
-        ...
+    async def refresh_stats(self, timeout_s: float) -> EngineStats: ...
 
-    def ask_stats(self) -> None:
-        """Ask the engine to publish its statistics soon."""
-        ...
+    def ask_stats(self) -> None: ...
 
     @property
-    def num_requests_received(self) -> int:
-        """Number of requests that the engine had received at its last statistics."""
-        ...
+    def num_requests_received(self) -> int: ...
 
-    async def refresh_machine(self, timeout_s: float) -> MachineReport:
-        """Return the machine's latency model; the last known if the engine takes too long."""
-        ...
+    async def refresh_machine(self, timeout_s: float) -> MachineReport: ...
 
     @property
-    def num_heartbeats(self) -> int:
-        """Heartbeats of the engine's process, which continue while a step computes."""
-        ...
+    def num_heartbeats(self) -> int: ...
 
     @property
-    def hang_watch(self) -> HangWatch:
-        """Says whether the engine makes progress (--engine-hang-s)."""
-        ...
+    def hang_watch(self) -> HangWatch: ...
 
     @property
     def watches(self) -> EngineWatches:
@@ -163,17 +115,11 @@ class EnginePort(Protocol):
         ...
 
     @property
-    def loras(self) -> LoraDirectory:
-        """The known adapters, by name."""
-        ...
+    def loras(self) -> LoraDirectory: ...
 
-    async def find_lora(self, lora_name: str) -> None:
-        """Register the adapter that a resolver finds for an unknown name."""
-        ...
+    async def find_lora(self, lora_name: str) -> None: ...
 
-    def list_loras(self) -> Sequence[AdapterInfo]:
-        """Return all registered adapters, in any state."""
-        ...
+    def list_loras(self) -> Sequence[AdapterInfo]: ...
 
     async def add_lora(
         self,
@@ -182,26 +128,13 @@ class EnginePort(Protocol):
         reload: bool = False,
         pinned: bool | None = None,
         replace: bool = True,
-    ) -> None:
-        """Register an adapter and wait until it is ready.
+    ) -> None: ...
 
-        Raises ``AdapterError``; unless ``replace``, ``AdapterExistsError`` for other content.
-        """
-        ...
+    async def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None: ...
 
-    async def pin_lora(self, lora_name: str, *, pinned: bool = True) -> None:
-        """Pin an adapter to the device, or unpin it. Raises ``RequestError``."""
-        ...
-
-    async def remove_lora(self, lora_name: str) -> None:
-        """Unregister an adapter; its running requests finish."""
-        ...
+    async def remove_lora(self, lora_name: str) -> None: ...
 
     @property
-    def error(self) -> BaseException | None:
-        """The reason of the engine's death; None while it is alive."""
-        ...
+    def error(self) -> BaseException | None: ...
 
-    async def wait_dead(self) -> BaseException:
-        """Wait for the engine's death; return its reason."""
-        ...
+    async def wait_dead(self) -> BaseException: ...
