@@ -25,6 +25,7 @@ class AdapterFacts:
     layers: AdapterLayers | None = None  # None = not used by plans
     left_out: tuple[str, ...] = ()  # tensors that do not affect text answers, with reasons
     vocab_size: int | None = None  # tokens of its own vocabulary; None = the base's
+    run_pages: tuple[int, ...] = ()  # of ``num_bytes``, each run of pages; () = it has no pages
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class AdapterTransfer:
     adapter_id: AdapterId
     num_bytes: int
     is_demand: bool = True  # a request waits for it, or it is pinned; goes before prefetches
-    offset_bytes: int | None = None  # in the slab of adapters; None = there is no slab
+    runs: tuple[range, ...] = ()  # pages on the device, by run of the adapter; () = no pages
     host: HostPlace | None = None  # the source; None = not planned
 
 

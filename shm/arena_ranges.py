@@ -27,11 +27,6 @@ class RangeAllocator:
         if self.capacity_bytes:
             self._insert(0, self.capacity_bytes)
 
-    @property
-    def largest_free_bytes(self) -> int:
-        """The largest range that ``allocate`` can return now."""
-        return self._by_size[-1][0] if self._by_size else 0
-
     def copy(self) -> Self:
         """An allocator in the same state, for trying allocations."""
         other = type(self)(0, self.granule_bytes)

@@ -11,7 +11,7 @@ whole. A pass that needs a group earlier waits for the files, for a limited time
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -50,10 +50,10 @@ class Reading:
 class AdapterLoad(Protocol):
     """An adapter on its way from the host to the device."""
 
-    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         """Enqueue the copies of the adapter, or only of its first layers. Called once.
 
-        ``offset_bytes``: the adapter's place in the slab, if there is a slab.
+        ``runs``: the adapter's pages, if the device has pages.
         Called by the engine's thread, like all but ``read``, ``is_done`` and ``num_arrived``.
         """
         ...
@@ -118,7 +118,7 @@ class Copied:
         self._placement = placement
         self._groups = [_LayerGroup(span) for span in placement.layer_spans]
         self._lane: Lane | None = None
-        self._memory: torch.Tensor | None = None
+        self._memories: tuple[torch.Tensor, ...] = ()  # of its runs, after ``start``
         self._adapter = DeviceAdapter({})
         self._error: Exception | None = None
         self._is_late = False  # a pass continued without a layer group
@@ -131,7 +131,7 @@ class Copied:
         """The matrices at their device addresses, after ``start``."""
         return self._adapter
 
-    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         """Allocate memory and enqueue copies of what is on the host, or of the first layer group.
 
         Raises the error of a full device, with nothing enqueued. Copies that cannot be enqueued
@@ -139,9 +139,10 @@ class Copied:
         """
         self._lane = self._copier.take_lane(is_prefetch=is_gradual)
         self._copier.await_readers(self._lane)
-        self._memory = self._copier.memory(self._placement.num_bytes, offset_bytes)
+        placement = self._placement
+        self._memories = memories = self._copier.memories(placement.num_bytes, runs)
         self._adapter = DeviceAdapter(
-            PlacedMatrices(self._placement, self._memory), known_entries=self._placement.entries(self._memory)
+            PlacedMatrices(placement, memories), known_entries=placement.entries(memories)
         )
         for group in self._groups:
             group.event = self._copier.device.event()
@@ -298,7 +299,8 @@ class Copied:
 
     def _copy_regions(self, group: _LayerGroup) -> None:
         """Copy regions as they are; those adjacent in the arena in one copy."""
-        assert self._lane is not None and self._memory is not None
+        assert self._lane is not None
+        (memory,) = self._memories
         places, first = self._host.places, group.span.first
         for region in range(first + 1, group.span.end + 1):
             before = places[region - 1]
@@ -306,34 +308,33 @@ class Copied:
             if not follows:
                 start = self._placement.start_bytes(first)
                 source = self._host.bytes_of(first, region)
-                self._copier.copy(self._lane, self._memory[start : start + source.numel()], source)
+                self._copier.copy(self._lane, memory[start : start + source.numel()], source)
                 first = region
 
     def _copy_as_rows(self, region: int, group: _LayerGroup) -> None:
         """Copy one region to the lane's buffer, and unpack it to rows."""
-        copier, lane, placement, memory = self._copier, self._lane, self._placement, self._memory
-        assert lane is not None and memory is not None
+        copier, lane, placement, memories = self._copier, self._lane, self._placement, self._memories
+        assert lane is not None
         part = self._host.bytes_of(region, region + 1)
         buffer = copier.staging(lane, placement.max_matrix_bytes)
         packed = buffer[: placement.matrix_bytes[region]]
         copier.copy(lane, packed, part[: packed.numel()])
-        written = (self._memory_of(group),)
+        written = self._memory_of(group)
         for one in placement.matrices[region]:
             if one.num_rows:
-                of_tokens = placement.own_rows(one, memory)
+                of_tokens = placement.own_rows(one, memories)
                 source = part[one.rows_offset :][: of_tokens.numel()]
                 copier.copy(lane, of_tokens, source)
             if not one.rank:
                 continue
             views = copier.layout.views(one.without_rows, packed)
-            rows = placement.views(one.target.index, memory)
+            rows = placement.views(one.target.index, memories)
             to_rows = partial(unpack_target, views, rows)
             copier.device.launch(lane.stream, to_rows, reads=(buffer,), writes=written)
 
-    def _memory_of(self, group: _LayerGroup) -> torch.Tensor:
+    def _memory_of(self, group: _LayerGroup) -> tuple[torch.Tensor, ...]:
         """The memory of a layer group on the device."""
-        assert self._memory is not None, "not started"
-        return self._memory[group.span.start_bytes : group.span.end_bytes]
+        return tuple(self._memories[run][start:end] for run, start, end in group.span.stretches)
 
     def _release_host(self) -> None:
         for group in self._groups:
@@ -350,7 +351,7 @@ class InPlace:
         self._host = host
         self._layout = layout
 
-    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         """Nothing is copied."""
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:

@@ -1,9 +1,10 @@
 """Chooses memory and streams for copies of adapters to the device; ``arrival`` makes the copies.
 
 An adapter's layout on the device is computed once and used by every load: its offsets are relative
-to the start of the load's memory.
+to the runs of the load's memory.
 """
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch
 
 from ...runtime.adapters.resolved import FACTOR_BYTES
 from ...runtime.adapters.target_map import Target
-from ...runtime.errors import ResourceError
+from ...runtime.memory.pages import pack_runs
 from ...shm.region import ALIGNMENT_BYTES, rows_bytes
 from ..coexec.invocation import JobShape, job_shape
 from ..device.base import Stream
@@ -26,20 +27,27 @@ from ..lora.table import TableEntries
 _NUM_LOAD_STREAMS = 3
 # A copy occupies the copy engine for at most this many bytes, so that activations can interleave.
 _CHUNK_BYTES = 4 << 20
+_NOWHERE = (-1, 0)  # the place of a part that an adapter does not have
+
+
+# Bytes [start, end) of a run.
+Stretch = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
-    """A layer group: regions [first, end) of the adapter, which are adjacent on the device."""
+    """A layer group: regions [first, end) of the adapter, and where they are on the device."""
 
     first: int
     end: int
-    start_bytes: int
-    end_bytes: int
+    stretches: tuple[Stretch, ...]  # (run, start, end)
 
 
 class DeviceLayout:
-    """The layout of one adapter: its regions as they are, or each matrix as plain rows."""
+    """The layout of one adapter: its regions as they are, or each matrix as plain rows.
+
+    Its memory is a list of runs. Without pages there is one run, in which all follows end to end.
+    """
 
     def __init__(
         self,
@@ -48,28 +56,27 @@ class DeviceLayout:
         group_of_layer: Sequence[int],
         *,
         is_packed: bool,
+        page_bytes: int | None = None,
     ) -> None:
-        """``plans``: one per region, layers ascending; ``group_of_layer``: ascending, by layer."""
+        """``plans``: one per region, layers ascending; ``group_of_layer``: ascending, by layer.
+
+        ``page_bytes``: None = the device has no pages; regions as they are need that.
+        """
         self._layout = layout
         self.group_of_layer = group_of_layer
         self.is_packed = is_packed
         self.keys: tuple[GroupKey, ...] = tuple(plan.key for plan in plans)
         self.shapes: tuple[JobShape, ...] = tuple(job_shape(plan.region) for plan in plans)
         self.matrices = tuple(layout.matrices_of(plan.key, plan.region) for plan in plans)
-        self._starts = [0]  # of each region, and the end of the last
-        # Of A, B, factors and rows of tokens (0 = none), in the order of the matrices.
-        self._offsets: list[tuple[int, int, int, int]] = []
-        for plan, found in zip(plans, self.matrices, strict=True):
-            self._place(plan.region.num_bytes, found)
         self._region_of = {
             one.target.index: (region, one) for region, found in enumerate(self.matrices) for one in found
         }
-        self._targets = np.array(list(self._region_of), np.int64)
-        self._offset_of = dict(zip(self._region_of, self._offsets, strict=True))
-        self._a_offsets, self._b_offsets, self._factor_offsets, _ = (
-            np.array(self._offsets, np.int64).reshape(-1, 4).T
-        )
         ones = [one for _, one in self._region_of.values()]
+        # By target: of A, B, factors and rows of tokens, the run (-1 = none) and the offset there.
+        places, self.run_pages, self.num_bytes = self._place(plans, ones, page_bytes)
+        self._places = dict(zip(self._region_of, places, strict=True))
+        self._runs, self._offsets = np.array(places, np.int64).reshape(-1, 4, 2).transpose(2, 1, 0)
+        self._targets = np.array(list(self._region_of), np.int64)
         self._ranks = np.array([one.rank for one in ones], np.int32)
         self._scalings = np.array([one.scaling for one in ones], np.float32)
         self._max_rank = max((one.rank for one in ones), default=0)
@@ -78,108 +85,142 @@ class DeviceLayout:
         self.max_matrix_bytes = max(self.matrix_bytes, default=0)
         self.layer_spans = self._layer_spans()
 
-    @property
-    def num_bytes(self) -> int:
-        """Device memory that a load takes."""
-        return self._starts[-1]
-
     def start_bytes(self, region: int) -> int:
-        """The offset of a region."""
+        """The offset of a region that is as it is."""
         return self._starts[region]
 
-    def entries(self, memory: torch.Tensor) -> TableEntries:
-        """The kernels' table entries for the adapter in ``memory``."""
-        base = memory.data_ptr()
+    def entries(self, memories: Sequence[torch.Tensor]) -> TableEntries:
+        """The kernels' table entries for the adapter in ``memories``: its runs."""
+        bases = np.array([memory.data_ptr() for memory in memories] + [0], np.int64)  # -1: the last
+        a_pointers, b_pointers, factor_pointers, _ = bases[self._runs] + self._offsets
         return TableEntries(
             self._targets,
-            self._a_offsets + base,
-            self._b_offsets + base,
+            a_pointers,
+            b_pointers,
             self._ranks,
             self._scalings,
-            np.where(self._factor_offsets, self._factor_offsets + base, 0),
+            factor_pointers,
             self._max_rank,
         )
 
-    def views(self, target_index: int, memory: torch.Tensor) -> PackedLora:
-        """One target's matrices in ``memory``. Raises ``KeyError`` if the adapter has none."""
+    def views(self, target_index: int, memories: Sequence[torch.Tensor]) -> PackedLora:
+        """One target's matrices in ``memories``. Raises ``KeyError`` if the adapter has none."""
         region, one = self._region_of[target_index]
         if self.is_packed:
-            part = memory[self._starts[region] : self._starts[region + 1]]
-            return self._layout.views(one, part)
-        a_offset, b_offset, factor_offset, rows_offset = self._offset_of[target_index]
+            return self._layout.views(one, memories[0][self._starts[region] : self._starts[region + 1]])
+        a, b, (factor_run, factor_offset), (rows_run, rows_offset) = self._places[target_index]
         target = one.target
         factors = None
-        if factor_offset:
-            factors = memory[factor_offset : factor_offset + FACTOR_BYTES * target.out_features]
+        if one.factor_offset:
+            factors = memories[factor_run][factor_offset:][: FACTOR_BYTES * target.out_features]
             factors = factors.view(torch.float32).view(2, target.out_features)
         return PackedLora(
-            a=self._rows(memory, a_offset, one.rank, target.in_features),
-            b=self._rows(memory, b_offset, one.rank, target.out_features),
+            a=self._rows(memories, a, one.rank, target.in_features),
+            b=self._rows(memories, b, one.rank, target.out_features),
             rank=one.rank,
             scaling=one.scaling,
             factors=factors,
-            own=self._layout.own_rows(one, memory, rows_offset) if one.num_tokens else None,
+            own=self._layout.own_rows(one, memories[rows_run], rows_offset) if one.num_tokens else None,
         )
 
-    def own_rows(self, one: TargetMatrices, memory: torch.Tensor) -> torch.Tensor:
-        """The bytes in ``memory`` of one target's own rows of tokens, if they are not packed."""
-        offset = self._offset_of[one.target.index][3]
-        return memory[offset:][: own_bytes(one.num_rows, one.target, self._layout.dtype)]
+    def own_rows(self, one: TargetMatrices, memories: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bytes in ``memories`` of one target's own rows of tokens, if they are not packed."""
+        run, offset = self._places[one.target.index][3]
+        return memories[run][offset:][: own_bytes(one.num_rows, one.target, self._layout.dtype)]
 
     @property
     def target_indices(self) -> Collection[int]:
         """Indices of the targets that the adapter has."""
         return self._region_of.keys()
 
-    def _place(self, region_bytes: int, found: Sequence[TargetMatrices]) -> None:
-        """Place one more region."""
-        start = self._starts[-1]
+    def _place(
+        self, plans: Sequence[GroupPlan], ones: Sequence[TargetMatrices], page_bytes: int | None
+    ) -> tuple[list[list[tuple[int, int]]], tuple[int, ...], int]:
+        """Return the places of all parts by target, the pages of each run, and all bytes."""
         if self.is_packed:
-            self._offsets += [
-                (
-                    start + one.a_offset,
-                    start + one.b_offset,
-                    start + one.factor_offset if one.factor_offset else 0,
-                    start + one.rows_offset if one.num_rows else 0,
+            assert page_bytes is None, "regions are not divided into pages"
+            self._starts = [0, *itertools.accumulate(plan.region.num_bytes for plan in plans)]
+            places = []
+            for region, one in self._region_of.values():
+                offsets = [one.a_offset, one.b_offset, one.factor_offset, one.rows_offset]
+                is_there = [True, True, one.factor_offset > 0, one.num_rows > 0]
+                start = self._starts[region]
+                places.append(
+                    [
+                        (0, start + at) if there else _NOWHERE
+                        for at, there in zip(offsets, is_there, strict=True)
+                    ]
                 )
-                for one in found
-            ]
-            self._starts.append(start + region_bytes)
-            return
-        for one in found:
-            b_start = start + row_bytes(one.rank, one.target.in_features, self._layout.dtype)
-            end = b_start + row_bytes(one.rank, one.target.out_features, self._layout.dtype)
-            rows_start = end + (aligned_factor_bytes(one.target) if one.factor_offset else 0)
-            self._offsets.append(
-                (start, b_start, end if one.factor_offset else 0, rows_start if one.num_rows else 0)
-            )
-            start = rows_start + own_bytes(one.num_rows, one.target, self._layout.dtype)
-        self._starts.append(start)
+            return places, (), self._starts[-1]
+        self._sizes = [self._part_bytes(one) for one in ones]
+        sizes = tuple(size for parts in self._sizes for size in parts if size)
+        run_pages: tuple[int, ...] = ()
+        if page_bytes is None:
+            *starts, num_bytes = [0, *itertools.accumulate(sizes)]
+            left = iter([(0, start) for start in starts])
+        else:
+            run_pages, placed = pack_runs(sizes, page_bytes)
+            num_bytes = sum(run_pages) * page_bytes
+            left = iter(placed)
+        places = [[next(left) if size else _NOWHERE for size in parts] for parts in self._sizes]
+        return places, run_pages, num_bytes
+
+    def _part_bytes(self, one: TargetMatrices) -> tuple[int, int, int, int]:
+        """The bytes of A, B, factors and rows of tokens as rows, each aligned; 0 = none."""
+        target, dtype = one.target, self._layout.dtype
+        return (
+            row_bytes(one.rank, target.in_features, dtype),
+            row_bytes(one.rank, target.out_features, dtype),
+            _aligned(FACTOR_BYTES * target.out_features) if one.factor_offset else 0,
+            own_bytes(one.num_rows, target, dtype) if one.num_rows else 0,
+        )
 
     def _layer_spans(self) -> tuple[LayerSpan, ...]:
         group_of_region = [self.group_of_layer[layer] for layer, _ in self.keys]
         spans, first = [], 0
         for group in range(max(self.group_of_layer) + 1):
             end = first + group_of_region.count(group)
-            spans.append(LayerSpan(first, end, self._starts[first], self._starts[end]))
+            spans.append(LayerSpan(first, end, self._stretches(first, end)))
             first = end
         return tuple(spans)
 
-    def _rows(self, memory: torch.Tensor, offset: int, height: int, width: int) -> torch.Tensor:
+    def _stretches(self, first: int, end: int) -> tuple[Stretch, ...]:
+        """The memory of regions [first, end), in order; what follows end to end is one stretch."""
+        if self.is_packed:
+            return ((0, self._starts[first], self._starts[end]),)
+        found = [
+            (*place, place[1] + size)
+            for (region, _), places, sizes in zip(
+                self._region_of.values(), self._places.values(), self._sizes, strict=True
+            )
+            if first <= region < end
+            for place, size in zip(places, sizes, strict=True)
+            if size
+        ]
+        stretches: list[Stretch] = []
+        for run, start, stop in sorted(found):
+            follows = bool(stretches) and stretches[-1][0] == run and stretches[-1][2] == start
+            stretches.append((run, stretches.pop()[1] if follows else start, stop))
+        return tuple(stretches)
+
+    def _rows(
+        self, memories: Sequence[torch.Tensor], place: tuple[int, int], height: int, width: int
+    ) -> torch.Tensor:
+        run, offset = place
         dtype = self._layout.dtype
         num_bytes = height * width * dtype.itemsize
-        return memory[offset : offset + num_bytes].view(dtype).view(height, width)
+        return memories[run][offset : offset + num_bytes].view(dtype).view(height, width)
 
 
 class PlacedMatrices(Mapping[int, PackedLora]):
     """An adapter's matrices by target index; a view is made on first access."""
 
-    def __init__(self, placement: DeviceLayout, memory: torch.Tensor) -> None:
+    def __init__(self, placement: DeviceLayout, memories: Sequence[torch.Tensor]) -> None:
         self._placement = placement
-        self._memory = memory
+        self._memories = memories
 
     def __getitem__(self, target_index: int) -> PackedLora:
-        return self._placement.views(target_index, self._memory)
+        return self._placement.views(target_index, self._memories)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._placement.target_indices)
@@ -202,11 +243,6 @@ def row_bytes(rank: int, width: int, dtype: torch.dtype) -> int:
     return _aligned(rank * width * dtype.itemsize)
 
 
-def aligned_factor_bytes(target: Target) -> int:
-    """Bytes of one target's factors, rounded up likewise."""
-    return _aligned(FACTOR_BYTES * target.out_features)
-
-
 def own_bytes(num_rows: int, target: Target, dtype: torch.dtype) -> int:
     """Bytes of one target's own rows of tokens, likewise."""
     return rows_bytes(num_rows, target.row_features * dtype.itemsize)
@@ -217,11 +253,17 @@ def _aligned(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SlabSize:
-    """The size of the device memory that is reserved for adapters."""
+class DevicePages:
+    """Device memory that adapters share with KV blocks."""
 
-    num_bytes: int  # includes the staging buffers of loads
-    max_rank: int  # the largest of any adapter
+    memory: torch.Tensor  # uint8, all pages
+    page_bytes: int
+    max_rank: int  # the largest of any adapter; sizes the staging buffers of loads
+
+
+def staging_bytes(layout: AdapterLayout, wanted: MatrixLayout, max_rank: int) -> int:
+    """Device memory for the buffers of all lanes, if the device has pages."""
+    return 0 if wanted is PACKED else (_NUM_LOAD_STREAMS + 1) * layout.max_region_bytes(max_rank)
 
 
 @dataclass(slots=True, eq=False)
@@ -241,21 +283,22 @@ class AdapterCopier:
         where: torch.device,
         layout: AdapterLayout,
         wanted: MatrixLayout,
-        slab: SlabSize | None = None,
+        pages: DevicePages | None = None,
     ) -> None:
-        """Make the streams, and the slab, which CUDA requires.
+        """Make the streams. With pages, which CUDA requires, allocate the lanes' buffers.
+
+        So loads never allocate from torch: it allocates and frees CUDA memory with calls that wait
+        for the whole device, which may be waiting for the host.
 
         Args:
             device: The device that copies.
             where: The torch device of its memory.
             layout: The layout of the arena, packed.
             wanted: The layout that the device's kernels read.
-            slab: None = memory is allocated for each adapter.
-
-        Raises ``ResourceError`` if the slab is too small for any adapter.
+            pages: None = memory is allocated for each adapter.
         """
         assert layout.matrices is PACKED, layout.matrices.name
-        assert slab is not None or where.type == "cpu", where
+        assert pages is not None or where.type == "cpu", where
         self.device = device
         self.layout = layout
         self.wanted = wanted
@@ -264,12 +307,17 @@ class AdapterCopier:
         self._prefetch_lane = Lane(device.stream("prefetch"))
         self._num_taken = 0
         self._reader: Stream | None = None
-        self._slab = None if slab is None else self._make_slab(slab)
+        self._pages = pages
+        if pages is not None:
+            lanes = (*self._lanes, self._prefetch_lane)
+            buffer_bytes = staging_bytes(layout, wanted, pages.max_rank) // len(lanes)
+            for lane in lanes:
+                lane.staging = torch.empty(buffer_bytes, dtype=torch.uint8, device=where)
 
     @property
-    def slab_bytes(self) -> int | None:
-        """Bytes of the slab for adapters; None = there is no slab."""
-        return None if self._slab is None else self._slab.numel()
+    def pages_bytes(self) -> int | None:
+        """Bytes of all pages; None = there are no pages."""
+        return None if self._pages is None else self._pages.memory.numel()
 
     def set_compute_stream(self, compute: Stream) -> None:
         """Set the stream on which kernels read adapters, if steps end before their kernels do."""
@@ -294,74 +342,41 @@ class AdapterCopier:
         self._num_taken += 1
         return self._lanes[self._num_taken % len(self._lanes)]
 
-    def device_bytes(self, plans: Sequence[GroupPlan]) -> int:
-        """Device memory that an adapter takes."""
-        if self.wanted is PACKED:
-            return sum(plan.region.num_bytes for plan in plans)
-        loras = [lora for plan in plans for lora in plan.loras if lora is not None]
-        scaled = [lora.target for lora in loras if lora.magnitudes is not None]
-        matrix_bytes = sum(
-            row_bytes(lora.rank, width, self.layout.dtype)
-            for lora in loras
-            for width in (lora.target.in_features, lora.target.out_features)
-        )
-        rows = [rows for plan in plans for rows in plan.rows if rows is not None]
-        return (
-            matrix_bytes
-            + sum(map(aligned_factor_bytes, scaled))
-            + sum(own_bytes(one.num_rows, one.target, self.layout.dtype) for one in rows)
-        )
-
     def place(self, plans: Sequence[GroupPlan], group_of_layer: Sequence[int]) -> DeviceLayout:
         """The layout of an adapter, the same for every load."""
         is_packed = self.wanted is PACKED
-        return DeviceLayout(self.layout, plans, group_of_layer, is_packed=is_packed)
+        page_bytes = None if self._pages is None else self._pages.page_bytes
+        return DeviceLayout(self.layout, plans, group_of_layer, is_packed=is_packed, page_bytes=page_bytes)
 
-    def memory(self, num_bytes: int, offset_bytes: int | None) -> torch.Tensor:
-        """Device memory for an adapter, uint8: in the slab at this offset, or allocated.
+    def memories(self, num_bytes: int, runs: Sequence[range]) -> tuple[torch.Tensor, ...]:
+        """Device memory for an adapter, uint8: runs of pages, or allocated.
 
         The lane that writes it has waited for its readers. Earlier copies to it have ended: its
         previous owner has waited for them.
         """
-        if self._slab is None:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._where)
-        assert offset_bytes is not None and offset_bytes + num_bytes <= self._slab.numel()
-        return self._slab[offset_bytes : offset_bytes + num_bytes]
+        pages = self._pages
+        if pages is None:
+            return (torch.empty(num_bytes, dtype=torch.uint8, device=self._where),)
+        size = pages.page_bytes
+        assert sum(map(len, runs)) * size == num_bytes, (runs, num_bytes)
+        assert all(run.stop * size <= pages.memory.numel() for run in runs), runs
+        return tuple(pages.memory[run.start * size : run.stop * size] for run in runs)
 
     def staging(self, lane: Lane, num_bytes: int) -> torch.Tensor:
         """The buffer that packed regions pass through, used in stream order.
 
-        The caller holds a reference: without a slab a larger buffer may replace this one.
+        The caller holds a reference: without pages a larger buffer may replace this one.
         """
         if lane.staging is None or lane.staging.numel() < num_bytes:
-            assert self._slab is None, f"a region of {num_bytes} bytes exceeds the rank limit"
+            assert self._pages is None, f"a region of {num_bytes} bytes exceeds the rank limit"
             lane.staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._where)
         return lane.staging
 
     def close(self) -> None:
-        """Release the slab; no operation may use it any more. Idempotent."""
-        self._slab = None
+        """Release the memory; no operation may use it any more. Idempotent."""
+        self._pages = None
         for lane in (*self._lanes, self._prefetch_lane):
             lane.staging = None
-
-    def _make_slab(self, slab: SlabSize) -> torch.Tensor:
-        """Allocate all memory that loads will ever need, so that they never allocate from torch.
-
-        torch allocates and frees CUDA memory with calls that wait for the whole device, which may
-        be waiting for the host.
-        """
-        region_bytes = 0 if self.wanted is PACKED else self.layout.max_region_bytes(slab.max_rank)
-        lanes = (*self._lanes, self._prefetch_lane)
-        if slab.num_bytes <= len(lanes) * region_bytes:
-            raise ResourceError(
-                f"{slab.num_bytes} bytes for adapters on the device are too few: {len(lanes)} "
-                f"staging buffers of {region_bytes} bytes are taken from them; raise "
-                "--adapter-memory-fraction or --memory-gib, or lower --max-lora-rank"
-            )
-        memory = torch.empty(slab.num_bytes, dtype=torch.uint8, device=self._where)
-        for lane in lanes:
-            lane.staging, memory = memory[:region_bytes], memory[region_bytes:]
-        return memory
 
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes, in chunks."""

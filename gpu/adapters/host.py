@@ -18,7 +18,7 @@ from ..lora.base import LoraBackend
 from ..lora.factors import ReadBase
 from ..lora.matrix_layout import PACKED
 from .arrival import AdapterLoad, Copied, InPlace
-from .copier import AdapterCopier, DeviceLayout, SlabSize
+from .copier import AdapterCopier, DeviceLayout, DevicePages
 from .store import AdapterStore, MakeRoom, OpenSource
 
 
@@ -37,6 +37,7 @@ class RegisteredAdapter:
     left_out: tuple[str, ...]  # phrases: parts of its file that change no text answer, and why
     is_kept: bool  # stored in the place reserved for it
     vocab_size: int | None  # tokens of its own vocabulary; None = the base's
+    run_pages: tuple[int, ...]  # of each run on the device; () = the device has no pages
 
 
 # Layer groups of an adapter with these bytes per layer: by layer, ascending from 0.
@@ -55,7 +56,7 @@ class ArenaSize:
     num_bytes: int  # of memory, or of addresses if it is elastic
     is_elastic: bool  # memory is allocated per adapter and returned on eviction
     is_device_memory: bool = False  # kernels read the arena itself
-    slab: SlabSize | None = None  # target of copies; None = memory is allocated per adapter
+    pages: DevicePages | None = None  # target of copies; None = memory is allocated per adapter
 
 
 class HostAdapters:
@@ -74,8 +75,8 @@ class HostAdapters:
     ) -> None:
         """Make the arena. Must precede the device's first operation, as it makes streams.
 
-        Raises ``SpaceError`` if the machine has too little memory, ``ResourceError`` if the slab
-        is too small, ``DeviceError`` if the device refuses the arena.
+        Raises ``SpaceError`` if the machine has too little memory, ``DeviceError`` if the device
+        refuses the arena.
         """
         layout = AdapterLayout(target_map, backend.layout if size.is_device_memory else PACKED, dtype)
         self._layout = layout
@@ -88,7 +89,7 @@ class HostAdapters:
         self._placements: dict[str, DeviceLayout] = {}  # by digest; of adapters that are copied
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:
-            self._copier = AdapterCopier(device, where, layout, backend.layout, size.slab)
+            self._copier = AdapterCopier(device, where, layout, backend.layout, size.pages)
         arena = HostArena.create(size.num_bytes, is_elastic=size.is_elastic)
         try:
             self.store = AdapterStore(arena, layout, open_source, device)
@@ -96,11 +97,6 @@ class HostAdapters:
             arena.close()
             raise
         self.arena = arena
-
-    @property
-    def slab_bytes(self) -> int | None:
-        """Bytes for all adapters on the device; None = they share memory with KV blocks."""
-        return None if self._copier is None else self._copier.slab_bytes
 
     def set_base(self, read_base: ReadBase) -> None:
         """Set the base's weights, which adapters with factors need."""
@@ -120,7 +116,7 @@ class HostAdapters:
         adapter, plans = self.store.outline(path)
         host_bytes = extent_sizes([plan.spec for plan in plans])
         self._check_arena(host_bytes)
-        num_bytes = self._device_bytes(path, plans, host_bytes)
+        num_bytes, _ = self._device_bytes(path, plans, host_bytes, (0,) * self._num_layers)
         return adapter.max_rank, num_bytes, adapter.left_out
 
     def register(self, path: AdapterPath, make_room: MakeRoom) -> RegisteredAdapter:
@@ -129,18 +125,18 @@ class HostAdapters:
         Raises ``AdapterError`` naming what is wrong.
         """
         facts = self.store.register(path, partial(self._make_room, make_room))
+        layer_bytes, rank_sums = self._layers_of(facts.plans)
+        group_of_layer = tuple(self._group_layers(layer_bytes))
         try:
-            num_bytes = self._device_bytes(path, facts.plans, facts.host_bytes)
+            num_bytes, placement = self._device_bytes(path, facts.plans, facts.host_bytes, group_of_layer)
         except AdapterError:
             self.store.remove_content(facts.digest)
             raise
-        layer_bytes, rank_sums = self._layers_of(facts.plans)
-        group_of_layer = tuple(self._group_layers(layer_bytes))
         group_bytes = [0] * (max(group_of_layer) + 1)
         for group, size in zip(group_of_layer, layer_bytes, strict=True):
             group_bytes[group] += size
-        if self._copier is not None:
-            self._placements[facts.digest] = self._copier.place(facts.plans, group_of_layer)
+        if placement is not None:
+            self._placements[facts.digest] = placement
         not_by_workers = []
         if any(at.factor_offset for plan in facts.plans for at in plan.region.targets):
             self._backend.prepare_factors()
@@ -162,6 +158,7 @@ class HostAdapters:
             facts.left_out,
             facts.is_kept,
             _vocab_size(facts.plans),
+            () if placement is None else placement.run_pages,
         )
 
     def fetch(self, digest: str, path: AdapterPath, place: HostPlace) -> AdapterLoad:
@@ -201,17 +198,27 @@ class HostAdapters:
                 f"{self.arena.capacity_bytes} bytes; raise --host-adapter-bytes"
             )
 
-    def _device_bytes(self, path: AdapterPath, plans: Sequence[GroupPlan], host_bytes: Sequence[int]) -> int:
-        """Device memory of an adapter. Raises ``AdapterError`` if it can never fit."""
-        num_bytes = sum(host_bytes)
-        if self._copier is not None:
-            num_bytes = self._copier.device_bytes(plans)
-        if self.slab_bytes is not None and num_bytes > self.slab_bytes:
+    def _device_bytes(
+        self,
+        path: AdapterPath,
+        plans: Sequence[GroupPlan],
+        host_bytes: Sequence[int],
+        group_of_layer: Sequence[int],
+    ) -> tuple[int, DeviceLayout | None]:
+        """Device memory of an adapter, and its layout there if it is copied.
+
+        Raises ``AdapterError`` if it can never fit.
+        """
+        if self._copier is None:
+            return sum(host_bytes), None
+        placement = self._copier.place(plans, group_of_layer)
+        pages_bytes = self._copier.pages_bytes
+        if pages_bytes is not None and placement.num_bytes > pages_bytes:
             raise AdapterError(
-                f"{path} takes {num_bytes} bytes on the device, and all adapters together have "
-                f"{self.slab_bytes}; raise --adapter-memory-fraction or --memory-gib"
+                f"{path} takes {placement.num_bytes} bytes on the device, and adapters and KV together "
+                f"have {pages_bytes}; raise --memory-gib"
             )
-        return num_bytes
+        return placement.num_bytes, placement
 
     def _layers_of(self, plans: Sequence[GroupPlan]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
         """Bytes copied over the link and sums of ranks, by layer."""

@@ -30,7 +30,7 @@ class Arrival:
     """A layer group that is being loaded."""
 
     event: Event  # recorded after its copies
-    memory: torch.Tensor  # its place on the device
+    memory: Sequence[torch.Tensor]  # its places on the device
     # Ensures that the copies are enqueued, and reports files that are late: results computed
     # without them are void.
     bring: Callable[[], bool] = lambda: True
@@ -95,7 +95,7 @@ class ColdDeltas:
             self._exchange.device.launch(
                 self._exchange.compute,
                 partial(add_deltas, self._backend, x, ys, target_indices, batch),
-                reads=(x, *[arrival.memory for arrival in self._plan.arrivals[layer]]),
+                reads=(x, *[part for arrival in self._plan.arrivals[layer] for part in arrival.memory]),
                 writes=ys,
             )
         invocations = self._plan.invocations.get(key)

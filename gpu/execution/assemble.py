@@ -17,6 +17,7 @@ from ...runtime.adapters.target_map import Target, TargetMap
 from ...runtime.config.engine import EngineConfig
 from ...runtime.errors import ConfigError, ResourceError
 from ...shm.errors import ShmError
+from ..adapters.copier import DevicePages, staging_bytes
 from ..adapters.host import ArenaSize, GroupLayers, HostAdapters, one_group
 from ..adapters.store import OpenSource
 from ..attention.base import AttentionBackend
@@ -34,7 +35,9 @@ from ..linear.plain import PlainLinear
 from ..linear.read_base import BaseReader
 from ..linear.select import select_linear_backend
 from ..linear.wrapper import CorunLinear, adapt_embedding, detach_from_weight_files, wrap_linears
+from ..lora.adapter_layout import AdapterLayout
 from ..lora.base import LoraBackend, PackedLora
+from ..lora.matrix_layout import PACKED
 from ..lora.select import select_lora_backend
 from ..lora.table import DeviceAdapter, LoraTable
 from ..model.attention_hook import AttentionRecord, PagedAttentionHook
@@ -390,6 +393,18 @@ def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     return ModelRunner(
         loaded.model, loaded.context, pool, loaded.lora_backend, with_graphs=loaded.decode_graphs != OFF
     )
+
+
+def device_pages(runner: ModelRunner, max_rank: int) -> DevicePages:
+    """The runner's KV blocks, lent to adapters up to this rank."""
+    pool = runner.pool
+    return DevicePages(pool.bytes_of(0, pool.num_blocks), pool.block_bytes, max_rank)
+
+
+def load_buffer_bytes(loaded: LoadedModel, max_rank: int) -> int:
+    """Device memory that loads take beside the pages, for adapters up to this rank."""
+    layout = AdapterLayout(loaded.target_map, PACKED, loaded.dtype)
+    return staging_bytes(layout, loaded.lora_backend.layout, max_rank)
 
 
 def warm_up_kernels(

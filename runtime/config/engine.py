@@ -162,8 +162,8 @@ class EngineConfig:
         None,
         above=0,
         maximum=0.95,
-        help="Share of the memory that is reserved for adapters, on CUDA or with --memory-policy "
-        "static-split; default: 0.25. Otherwise adapters and KV blocks share the memory.",
+        help="Share of the memory that is for adapters alone, with --memory-policy static-split; "
+        "default: 0.25. With any other policy adapters and KV blocks share the memory.",
     )
     host_adapter_bytes: str | None = option(
         None,

@@ -5,13 +5,13 @@ when they end.
 """
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..plan import BASE_ADAPTER, AdapterId
 from .adapter_log import AdapterLog, EvictionReason
-from .adapter_slab import AdapterSlab
 from .block_pool import MemoryBudget
+from .pages import Pages
 from .policies.facts import RankingPolicy
 from .policies.lru import LruPolicy
 from .policies.policy import MemoryItem
@@ -51,17 +51,23 @@ class AdapterCache:
     """
 
     def __init__(
-        self, budget: MemoryBudget, slab: AdapterSlab | None = None, policy: RankingPolicy | None = None
+        self,
+        budget: MemoryBudget,
+        limit_bytes: int | None = None,
+        policy: RankingPolicy | None = None,
+        pages: Pages | None = None,
     ) -> None:
         """Start without adapters.
 
         Args:
             budget: Shared with the KV pool.
-            slab: Memory for adapters only; None = adapters share memory with KV blocks.
+            limit_bytes: Of all adapters, which KV blocks do not use; None = they share memory.
             policy: Ranks idle adapters; None = least recently used first.
+            pages: Shared with the KV pool; None = adapters have no pages.
         """
         self._budget = budget
-        self.slab = slab
+        self.limit_bytes = limit_bytes
+        self.pages = pages
         self.policy: RankingPolicy = LruPolicy() if policy is None else policy
         # Also of versions that have left the device: policies may remember them.
         self._copies: dict[AdapterId, DeviceCopy] = {}
@@ -106,7 +112,7 @@ class AdapterCache:
         """Return the idle adapters to evict at once: none if the policy keeps idle adapters."""
         if self.policy.rules.keeps_idle_adapters:
             return ()
-        return tuple(self._ranked(include_waiting=False))
+        return tuple(self.ranked(include_waiting=False))
 
     def is_evictable(self, item: MemoryItem, *, include_waiting: bool, keep: AdapterId) -> bool:
         """Whether an idle adapter may be evicted."""
@@ -197,15 +203,21 @@ class AdapterCache:
         if entry is not None and entry.state is AdapterState.RESIDENT and not entry.num_references:
             self._make_idle(entry)
 
-    def begin_load(self, adapter_id: AdapterId, num_bytes: int) -> bool:
-        """Allocate the bytes of an absent adapter if they are free. Return whether they were."""
+    def is_within_limit(self, num_bytes: int) -> bool:
+        """Whether ``num_bytes`` more stay within the limit of adapters, if there is one."""
+        return self.limit_bytes is None or self.used_bytes + num_bytes <= self.limit_bytes
+
+    def begin_load(self, adapter_id: AdapterId, num_bytes: int, run_pages: Sequence[int] = ()) -> bool:
+        """Allocate the bytes of an absent adapter if they are free. Return whether they were.
+
+        ``run_pages``: the pages of its runs, which must find places; () = there are no pages.
+        """
         assert adapter_id not in self._entries, f"adapter {adapter_id} is loaded twice"
-        if self.slab is not None and not self.slab.fits(num_bytes):
+        if not self.is_within_limit(num_bytes) or not self._budget.allocate(ADAPTER_OWNER, num_bytes):
             return False
-        if not self._budget.allocate(ADAPTER_OWNER, num_bytes):
-            return False
-        if self.slab is not None:
-            self.slab.take(adapter_id, num_bytes)
+        if self.pages is not None:
+            assert num_bytes == sum(run_pages) * self.pages.page_bytes, (adapter_id, num_bytes, run_pages)
+            self.pages.take_runs(adapter_id, run_pages)
         entry = self._copies.get(adapter_id)
         if entry is None:
             entry = DeviceCopy(adapter_id, num_bytes, AdapterState.LOADING)
@@ -243,24 +255,13 @@ class AdapterCache:
         """
         chosen: list[AdapterId] = []
         freed_bytes = 0
-        for adapter_id in self._ranked(include_waiting=include_waiting):
+        for adapter_id in self.ranked(include_waiting=include_waiting):
             if freed_bytes >= num_bytes:
                 break
             if adapter_id != keep:
                 chosen.append(adapter_id)
                 freed_bytes += self._entries[adapter_id].num_bytes
         return tuple(chosen) if freed_bytes >= num_bytes else ()
-
-    def slab_victims(
-        self, num_bytes: int, *, include_waiting: bool, keep: AdapterId
-    ) -> tuple[AdapterId, ...] | None:
-        """Return ``victims`` that free a range of ``num_bytes`` in the slab; None if impossible.
-
-        Empty if there is such a range already.
-        """
-        assert self.slab is not None
-        ranked = (one for one in self._ranked(include_waiting=include_waiting) if one != keep)
-        return self.slab.victims(num_bytes, ranked)
 
     def evict(self, adapter_id: AdapterId, reason: EvictionReason) -> None:
         """Evict an idle adapter, and free its bytes."""
@@ -287,14 +288,12 @@ class AdapterCache:
             assert idle == (adapter_id in self._idle), (adapter_id, entry)
             assert not entry.has_failed or entry.num_references, (adapter_id, entry)
         assert total_bytes == self.used_bytes, (total_bytes, self.used_bytes)
-        if self.slab is not None:
-            self.slab.check_invariants()
-            assert total_bytes == self.slab.taken_bytes, (total_bytes, self.slab.taken_bytes)
+        assert self.is_within_limit(0), (total_bytes, self.limit_bytes)
         assert all(count > 0 for count in self._num_waiting.values())
         assert self._idle_bytes == sum(entry.num_bytes for entry in self._idle.values())
 
-    def _ranked(self, *, include_waiting: bool) -> Iterator[AdapterId]:
-        """Yield idle adapters in order of eviction."""
+    def ranked(self, *, include_waiting: bool) -> Iterator[AdapterId]:
+        """Yield idle adapters in order of eviction, those that waiting requests name last."""
         waiting = []
         for item in self.policy.victims(is_adapter=True):
             assert isinstance(item, DeviceCopy)
@@ -321,7 +320,7 @@ class AdapterCache:
         self.policy.withdraw(entry)
 
     def _mark_evictable(self, num_bytes: int) -> None:
-        if self.slab is None:  # else blocks cannot use them
+        if self.limit_bytes is None:  # else blocks cannot use them
             self._budget.mark_evictable(num_bytes)
 
     def _expect(self, adapter_id: AdapterId, state: AdapterState) -> DeviceCopy:
@@ -336,5 +335,5 @@ class AdapterCache:
         entry.state, entry.has_failed = AdapterState.ABSENT, False
         del self._entries[adapter_id]
         self._budget.release(ADAPTER_OWNER, entry.num_bytes)
-        if self.slab is not None:
-            self.slab.free(adapter_id)
+        if self.pages is not None:
+            self.pages.free_runs(adapter_id)

@@ -13,6 +13,7 @@ class EvictionReason(enum.StrEnum):
 
     KV = "kv"  # room for KV
     ADAPTER = "adapter"  # room for another adapter
+    RUN = "run"  # adjacent pages for another adapter
     UNUSED = "unused"  # the policy keeps no unused adapters
     ASKED = "asked"  # by a call to the engine
     MACHINE = "machine"  # the machine is short of memory

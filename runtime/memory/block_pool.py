@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Iterable
 
 from ..plan import BlockId
+from .pages import Pages
 
 KV_OWNER = "kv"
 
@@ -104,16 +105,26 @@ class BlockPool:
 
     On machines that commit memory on first write, a freed block keeps its memory until
     ``take_warm_blocks``. Such warm blocks are allocated first, then the lowest ids, which keeps
-    the upper end of the pool untouched. O(log n) per block.
+    the upper end of the pool untouched. O(log n) per block. With pages these choose the blocks.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int, budget: MemoryBudget) -> None:
-        """``num_blocks``: physical blocks. ``block_bytes``: bytes of a block over all layers."""
+    def __init__(
+        self, num_blocks: int, block_bytes: int, budget: MemoryBudget, pages: Pages | None = None
+    ) -> None:
+        """Start without allocated blocks.
+
+        Args:
+            num_blocks: Limit of blocks; all physical ones if there are no pages.
+            block_bytes: Bytes of a block over all layers.
+            budget: Shared with adapters. With pages it has their bytes.
+            pages: Shared with adapters; None = adapters are elsewhere.
+        """
         assert num_blocks >= 0, num_blocks
         assert block_bytes > 0, block_bytes
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.budget = budget
+        self.pages = pages
         self._warm: list[BlockId] = []  # heap; free, and may hold memory
         self._cold: list[BlockId] = []  # heap; free, without memory
         self._num_touched = 0  # ids from here on were never allocated
@@ -191,6 +202,13 @@ class BlockPool:
         if not has_bytes:
             return None
         self.num_reserved_blocks -= num_reserved
+        block_ids = (
+            self._take_lowest(num_blocks) if self.pages is None else self.pages.take_blocks(num_blocks)
+        )
+        self._allocated.update(block_ids)
+        return tuple(block_ids)
+
+    def _take_lowest(self, num_blocks: int) -> list[BlockId]:
         block_ids: list[BlockId] = []
         for free in (self._warm, self._cold):
             while free and len(block_ids) < num_blocks:
@@ -198,25 +216,30 @@ class BlockPool:
         end = self._num_touched + num_blocks - len(block_ids)
         block_ids += map(BlockId, range(self._num_touched, end))
         self._num_touched = end
-        self._allocated.update(block_ids)
-        return tuple(block_ids)
+        return block_ids
 
     def free(self, block_ids: Iterable[BlockId]) -> None:
         """Free blocks. Each must be allocated."""
-        num_freed = 0
-        for block_id in block_ids:
+        freed = tuple(block_ids)
+        for block_id in freed:
             assert block_id in self._allocated, f"block {block_id} is freed but not allocated"
             self._allocated.remove(block_id)
-            heapq.heappush(self._warm, block_id)
-            num_freed += 1
-        self.budget.release(KV_OWNER, num_freed * self.block_bytes)
+            if self.pages is None:
+                heapq.heappush(self._warm, block_id)
+        if self.pages is not None:
+            self.pages.free_blocks(freed)
+        self.budget.release(KV_OWNER, len(freed) * self.block_bytes)
 
     def check_invariants(self) -> None:
         """Assert that each block is in exactly one place and that its bytes are counted."""
         returned = {*self._warm, *self._cold}
         assert len(returned) == len(self._warm) + len(self._cold), "a block is free twice"
         assert not returned & self._allocated, "a block is free and allocated"
-        assert returned | self._allocated == set(range(self._num_touched))
+        if self.pages is None:
+            assert returned | self._allocated == set(range(self._num_touched))
+        else:
+            self.pages.check_invariants(self._allocated)
+            assert self.pages.num_free_pages == self.budget.free_bytes // self.block_bytes
         assert self._num_touched <= self.num_blocks
         assert 0 <= self.num_reserved_blocks <= self.num_unused_blocks
         held = self.budget.allocated_bytes(KV_OWNER)

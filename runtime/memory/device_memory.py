@@ -11,7 +11,6 @@ from ..plan import BASE_ADAPTER, AdapterId, BlockId, HostPlaceId, TransferResult
 from ..request import Request
 from .adapter_cache import AdapterCache, AdapterState
 from .adapter_log import EvictionReason
-from .adapter_slab import room_bytes
 from .block_pool import BlockPool
 from .grant import Grant, MemoryCommands, Need, Verdict
 from .host_cache import HostCache
@@ -57,7 +56,7 @@ class DeviceMemory:
         self.capacity_bytes = pool.budget.capacity_bytes
         self.num_blocks, self.block_bytes = pool.num_blocks, pool.block_bytes
         self.keeps_prefixes = tree is not None
-        self.slab_bytes = None if cache.slab is None else cache.slab.capacity_bytes
+        self.adapter_limit_bytes = cache.limit_bytes
         self.pool = pool
         self.cache = cache
         self.host = host
@@ -107,12 +106,18 @@ class DeviceMemory:
         return self.pool.num_reserved_blocks
 
     def can_ever_hold(
-        self, num_blocks: int, adapter_bytes: int, adapter_id: AdapterId = BASE_ADAPTER
+        self,
+        num_blocks: int,
+        adapter_bytes: int,
+        adapter_id: AdapterId = BASE_ADAPTER,
+        run_pages: Sequence[int] = (),
     ) -> bool:
         """Whether a request of this size fits the device alone, beside pinned adapters."""
-        pinned_bytes = self.pins.num_bytes(without=adapter_id)
-        slab_bytes = self.slab_bytes
-        if slab_bytes is not None and room_bytes(adapter_bytes) + pinned_bytes > slab_bytes:
+        pinned_bytes, limit_bytes = self.pins.num_bytes(without=adapter_id), self.adapter_limit_bytes
+        if limit_bytes is not None and adapter_bytes + pinned_bytes > limit_bytes:
+            return False
+        pages = self.pool.pages
+        if pages is not None and not pages.could_hold(run_pages):
             return False
         needed_bytes = num_blocks * self.block_bytes + adapter_bytes + pinned_bytes
         return num_blocks <= self.num_blocks and needed_bytes <= self.capacity_bytes

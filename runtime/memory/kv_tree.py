@@ -81,6 +81,7 @@ class KvTree:
         self.num_claims = 0  # how often an unreferenced block was referenced or evicted
         self._policy = policy
         self._pack = struct.Struct(f"={block_size}i").pack
+        self.by_block: dict[BlockId, KvNode] = {}  # nodes on the device
         self.changed: set[bytes] = set()  # namespaces with changed blocks, until they are taken
         self._roots: dict[bytes, _Root] = {}
         self._detached: set[KvNode] = set()
@@ -182,6 +183,7 @@ class KvTree:
         assert node.block_id is None and node.num_references > 0, node
         assert parent is None or parent.block_id is not None, parent
         node.block_id = block_id
+        self.by_block[block_id] = node
         self.num_device_blocks += 1
         if root is not None:
             root.num_device_blocks += 1
@@ -261,8 +263,11 @@ class KvTree:
         O(nodes of the namespace).
         """
         root = self._roots.get(namespace)
-        left = [] if root is None else list(root.children.values())
-        found = []
+        return [] if root is None else self.unreferenced_from(root.children.values())
+
+    def unreferenced_from(self, tops: Iterable[KvNode]) -> list[KvNode]:
+        """Return the evictable nodes among ``tops`` and their descendants, as ``unreferenced``."""
+        left, found = list(tops), []
         while left:
             node = left.pop()
             if node.block_id is not None:
@@ -329,6 +334,7 @@ class KvTree:
     def _free_block(self, node: KvNode, freed: FreedKv) -> None:
         assert node.block_id is not None, node
         freed.block_ids.append(node.block_id)
+        del self.by_block[node.block_id]
         node.block_id = None
         self.num_device_blocks -= 1
         if node.parent is not None:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..adapter import AdapterFacts
-from ..plan import BASE_ADAPTER, AdapterId, AdapterTransfer, HostPlace, HostPlaceId
+from ..plan import AdapterId, AdapterTransfer, HostPlace, HostPlaceId
 from .adapter_cache import AdapterCache, AdapterState
-from .adapter_slab import room_bytes
 from .block_pool import BlockPool, MemoryBudget
 from .grant import Need, RunningRequests
 from .host_cache import HostCache
@@ -44,17 +43,15 @@ class AdapterLoads:
         self, adapter_id: AdapterId, adapter: AdapterFacts, now_s: float, *, is_demand: bool = True
     ) -> AdapterTransfer | None:
         """Start a load if the device and the host have room for it now; else return None."""
-        slab, num_bytes = self._cache.slab, adapter.num_bytes
-        if slab is not None:
-            num_bytes = room_bytes(num_bytes)
-        if not self._room.has_adapter_room(num_bytes):
+        num_bytes = adapter.num_bytes
+        if not self._room.has_adapter_room(adapter):
             return None
         place = None
         if self._host is not None:
             place = self._host.begin_load(adapter.digest, adapter.host_bytes)
             if place is None:
                 return None
-        has_begun = self._cache.begin_load(adapter_id, num_bytes)
+        has_begun = self._cache.begin_load(adapter_id, num_bytes, adapter.run_pages)
         assert has_begun, (adapter_id, num_bytes)
         self._pins.mark_loading(adapter_id)
         command = AdapterTransfer(
@@ -62,7 +59,7 @@ class AdapterLoads:
             adapter_id,
             num_bytes,
             is_demand,
-            None if slab is None else slab.offset_bytes(adapter_id),
+            () if self._cache.pages is None else self._cache.pages.runs_of(adapter_id),
             place,
         )
         layers = adapter.layers
@@ -110,13 +107,13 @@ class AdapterLoads:
         if self._cache.state(adapter_id) is not AdapterState.ABSENT:
             return True
         assert adapter is not None, adapter_id
-        needed_bytes = adapter.num_bytes
-        if self._cache.slab is None:  # else adapters do not compete with blocks
-            needed_bytes += running.headroom_blocks * self._pool.block_bytes
+        headroom_bytes = 0
+        if self._cache.limit_bytes is None:  # else adapters do not compete with blocks
+            headroom_bytes = running.headroom_blocks * self._pool.block_bytes
         self._pool.reserve_growth(running.num_growth_blocks())
-        if not self._room.has_adapter_room(needed_bytes):
-            self._room.reclaim(0, needed_bytes, include_waiting=False, keep=BASE_ADAPTER)
-            if not self._room.has_adapter_room(needed_bytes):
+        if not self._room.has_adapter_room(adapter, headroom_bytes):
+            self._room.make_adapter_room(adapter, headroom_bytes, include_waiting=False)
+            if not self._room.has_adapter_room(adapter, headroom_bytes):
                 return False
         self.begin(adapter_id, adapter, now_s, is_demand=is_demand)
         return True
@@ -155,10 +152,9 @@ class AdapterLoads:
 
     def _make_room(self, need: Need) -> bool:
         """Evict idle adapters after a load found no room. Return whether it may find room now."""
-        if not self._room.has_adapter_room(need.adapter_bytes):
-            return self._room.reclaim(
-                0, need.adapter_bytes, include_waiting=need.may_displace, keep=BASE_ADAPTER
-            )
+        assert need.request.adapter is not None
+        if not self._room.has_adapter_room(need.request.adapter):
+            return self._room.make_adapter_room(need.request.adapter, include_waiting=need.may_displace)
         if self._host is None or not self._host.is_device_memory:
             return False  # wait for the end of other loads
         # The device reads adapters in the host's memory: evict one to free a range there.

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError, ResourceError
 from .adapter_cache import AdapterCache
-from .adapter_slab import AdapterSlab
 from .block_pool import BlockPool, MemoryBudget
 from .device_memory import DeviceMemory
 from .host_cache import HostCache
 from .kv_tree import KvTree
+from .pages import Pages
 from .policies.facts import MemoryFacts, RankingPolicy
 from .policies.registry import make_memory_policy
 from .reload_cost import PolicyInputs, ReloadCosts
@@ -25,14 +25,16 @@ class MemorySizes:
     """Sizes of memory."""
 
     capacity_bytes: int  # KV blocks and adapters together
-    num_blocks: int  # physical blocks
+    num_blocks: int  # limit of blocks; all physical ones if there are no pages
     block_size: int  # tokens
     block_bytes: int
     max_model_len: int  # tokens of one request
-    slab_bytes: int | None = None  # for adapters only; None = adapters share memory with blocks
+    # For adapters only; None = adapters share memory with blocks, or the policy splits it.
+    adapter_limit_bytes: int | None = None
+    has_pages: bool = False  # blocks and adapters have pages of ``block_bytes``
     max_history_blocks: int | None = None  # blocks that no request uses; None = no limit
     num_host_slots: int = 0  # KV blocks that fit the host
-    # Share for adapters under policies that split memory without a slab; None = not configured.
+    # Share for adapters under policies that split memory; None = not configured.
     adapter_share: float | None = None
 
 
@@ -65,22 +67,26 @@ def make_device_memory(
         num_blocks=sizes.num_blocks,
     )
     ranking = make_memory_policy(policy, facts) if isinstance(policy, str) else policy(facts)
-    slab_bytes, num_blocks = sizes.slab_bytes, sizes.num_blocks
-    if slab_bytes is None and ranking.rules.is_split:
+    limit_bytes, num_blocks = sizes.adapter_limit_bytes, sizes.num_blocks
+    if limit_bytes is None and ranking.rules.is_split:
         share = adapter_share(sizes.adapter_share)
-        slab_bytes = int(sizes.capacity_bytes * share)
-        num_blocks = min(num_blocks, (sizes.capacity_bytes - slab_bytes) // sizes.block_bytes)
+        limit_bytes = int(sizes.capacity_bytes * share)
+        num_blocks = min(num_blocks, (sizes.capacity_bytes - limit_bytes) // sizes.block_bytes)
         _check_parts(sizes, num_blocks, share)
-    elif slab_bytes is None and sizes.adapter_share is not None:
+    elif limit_bytes is None and sizes.adapter_share is not None:
         raise ConfigError(
             f"--adapter-memory-fraction is {sizes.adapter_share:g}, but adapters share the memory "
             "with KV blocks here; leave it out, or choose --memory-policy static-split"
         )
     budget = MemoryBudget(sizes.capacity_bytes)
+    pages = None
+    if sizes.has_pages:
+        assert sizes.capacity_bytes % sizes.block_bytes == 0, sizes
+        pages = Pages(sizes.capacity_bytes // sizes.block_bytes, sizes.block_bytes)
     tree = KvTree(sizes.block_size, sizes.block_bytes, ranking) if keeps_prefixes else None
     return DeviceMemory(
-        BlockPool(num_blocks, sizes.block_bytes, budget),
-        AdapterCache(budget, None if slab_bytes is None else AdapterSlab(slab_bytes), ranking),
+        BlockPool(num_blocks, sizes.block_bytes, budget, pages),
+        AdapterCache(budget, limit_bytes, ranking, pages),
         host,
         tree,
         transfers=transfers,

@@ -188,6 +188,16 @@ class PrefixCache:
         assert self._tree is not None
         self.free(self._tree.evict(node))
 
+    def node_at(self, block_id: BlockId) -> KvNode | None:
+        """Return the node that has a block; None if the block is free, or a request's own."""
+        return None if self._tree is None else self._tree.by_block.get(block_id)
+
+    def evict_block(self, block_id: BlockId) -> None:
+        """Evict an unreferenced block, and before it the blocks of its descendants."""
+        assert self._tree is not None
+        for node in self._tree.unreferenced_from((self._tree.by_block[block_id],)):
+            self.evict(node)
+
     def evict_behind(self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]) -> bool:
         """Evict the KV of ``adapter_id`` that no version on the device can use.
 

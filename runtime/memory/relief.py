@@ -114,8 +114,8 @@ class MemoryRelief:
             if self._limit_bytes is not None:
                 limit_bytes = min(limit_bytes, self._limit_bytes)
             limit_bytes -= self._pool.written_bytes
-            if self._cache.slab is not None:
-                limit_bytes = min(limit_bytes, self._cache.slab.capacity_bytes)
+            if self._cache.limit_bytes is not None:
+                limit_bytes = min(limit_bytes, self._cache.limit_bytes)
             self._host.keep_within(max(0, limit_bytes))
         return self._host.take_evictions()
 
@@ -144,7 +144,7 @@ class MemoryRelief:
     def _device_bytes(self) -> int:
         """Memory of unused KV and evictable adapters."""
         adapter_bytes = 0
-        if self._cache.slab is None:
+        if self._cache.limit_bytes is None:
             adapter_bytes = self._cache.evictable_bytes(include_waiting=False, keep=BASE_ADAPTER)
         return self._pool.num_cached_blocks * self._pool.block_bytes + adapter_bytes
 

@@ -49,7 +49,7 @@ def memory_report(memory: DeviceMemory, now_s: float) -> MemoryReport:
         num_blocks=pool.num_blocks,
         invalid_kv_bytes=memory.tied_kv.num_invalid_blocks * pool.block_bytes,
         num_bytes=_bytes_by_level(memory),
-        adapter_room_bytes=room_bytes if cache.slab is None else cache.slab.capacity_bytes,
+        adapter_room_bytes=room_bytes if cache.limit_bytes is None else cache.limit_bytes,
         running_ids=cache.referenced_ids(),
         waiting_ids=cache.waiting_ids(),
         evictions=_by_name(evictions),

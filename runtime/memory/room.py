@@ -3,17 +3,17 @@
 The policy ranks, this module knows what is evictable.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..adapter import AdapterFacts
-from ..plan import AdapterId, BlockId
+from ..plan import BASE_ADAPTER, AdapterId, BlockId
 from .adapter_cache import AdapterCache, AdapterState, DeviceCopy
 from .adapter_log import EvictionReason
-from .adapter_slab import room_bytes
 from .block_pool import BlockPool
 from .grant import Need
 from .kv_tree import KvNode
+from .pages import Pages
 from .policies.policy import MemoryItem
 from .prefix_cache import PrefixCache
 
@@ -33,11 +33,7 @@ class Pins:
 
     def num_bytes(self, *, without: AdapterId | None = None) -> int:
         """Return the bytes of all pinned versions except ``without``."""
-        return self._sum(key for key in self._adapters if key != without)
-
-    def num_loaded_bytes(self) -> int:
-        """Return the bytes of pinned versions that are resident or loading."""
-        return self._sum(key for key in self._adapters if key not in self._to_load)
+        return sum(one.num_bytes for key, one in self._adapters.items() if key != without)
 
     def pin(self, adapter_id: AdapterId, adapter: AdapterFacts) -> None:
         """Pin a version, and load it if it is absent. No error if it is pinned already."""
@@ -75,10 +71,6 @@ class Pins:
             if self._cache.state(adapter_id) is AdapterState.ABSENT:
                 self._to_load[adapter_id] = self._adapters[adapter_id]
 
-    def _sum(self, adapter_ids: Iterable[AdapterId]) -> int:
-        sizes = [self._adapters[adapter_id].num_bytes for adapter_id in adapter_ids]
-        return sum(sizes) if self._cache.slab is None else sum(map(room_bytes, sizes))
-
     def check_invariants(self) -> None:
         """Assert that adapters that are to be loaded are pinned and not on the device."""
         for adapter_id in self._to_load:
@@ -106,10 +98,38 @@ class RoomMaker:
         self.num_draining_blocks = 0  # free or evictable when the steps in flight have ended
         self.num_copied_blocks = 0  # evictable when copies have ended
 
-    def has_adapter_room(self, num_bytes: int) -> bool:
-        """Whether an adapter of ``num_bytes`` can be loaded without evictions."""
-        if self._cache.slab is not None:
-            return self._cache.slab.fits(num_bytes)
+    def has_adapter_room(self, adapter: AdapterFacts, headroom_bytes: int = 0) -> bool:
+        """Whether an adapter can be loaded without evictions, and leaves ``headroom_bytes``."""
+        pages = self._cache.pages
+        return self._has_adapter_bytes(adapter.num_bytes + headroom_bytes) and (
+            pages is None or pages.lacking_run(adapter.run_pages) is None
+        )
+
+    def make_adapter_room(
+        self, adapter: AdapterFacts, headroom_bytes: int = 0, *, include_waiting: bool
+    ) -> bool:
+        """Evict until an adapter can be loaded and leaves ``headroom_bytes``.
+
+        Returns whether it can be loaded now, or by its bytes when the steps in flight or the copies
+        have ended.
+        """
+        num_bytes = adapter.num_bytes + headroom_bytes
+        if not self._has_adapter_bytes(num_bytes):
+            if not self.reclaim(0, num_bytes, include_waiting=include_waiting, keep=BASE_ADAPTER):
+                return False
+            if not self._has_adapter_bytes(num_bytes):
+                return True
+        pages = self._cache.pages
+        if pages is None or self._free_runs(pages, adapter.run_pages, include_waiting=include_waiting):
+            return True
+        if not include_waiting or self._cache.referenced_ids():
+            return False
+        with self._pins.suspended():
+            return self._free_runs(pages, adapter.run_pages, include_waiting=True)
+
+    def _has_adapter_bytes(self, num_bytes: int) -> bool:
+        if self._cache.limit_bytes is not None:
+            return self._cache.is_within_limit(num_bytes)
         return self._pool.budget.available_bytes >= num_bytes
 
     def has_room_for(self, adapter_id: AdapterId, num_blocks: int, path: Sequence[KvNode] = ()) -> bool:
@@ -122,7 +142,7 @@ class RoomMaker:
         num_blocks += sum(not node.num_references for node in path)
         if num_blocks > pool.num_unused_blocks:
             return False
-        if self._cache.slab is not None:
+        if self._cache.limit_bytes is not None:
             return True
         most_bytes = pool.budget.reservable_bytes - self._cache.idle_bytes(adapter_id)
         return num_blocks * pool.block_bytes <= most_bytes
@@ -155,10 +175,10 @@ class RoomMaker:
         """Evict until ``num_blocks`` blocks and ``num_bytes`` further bytes are free, or will be.
 
         The blocks may come from the reservation, the bytes may not. Evicts unused KV and idle
-        adapters (except ``keep``) if free and draining memory is not enough. With a slab the bytes
-        are a range of the slab, and adapters are not evicted for blocks. Returns whether the memory
-        is free now, or will be when the steps in flight have ended, or if that is not enough, the
-        copies. Evicts nothing if the answer is False.
+        adapters (except ``keep``) if free and draining memory is not enough. With a limit of
+        adapters the bytes are below it, and adapters are not evicted for blocks. Returns whether
+        the memory is free now, or will be when the steps in flight have ended, or if that is not
+        enough, the copies. Evicts nothing if the answer is False.
         """
         num_draining = self.num_draining_blocks
         if self._reclaim(num_blocks, num_bytes, num_draining, include_waiting=include_waiting, keep=keep):
@@ -177,9 +197,9 @@ class RoomMaker:
         if num_new_blocks > pool.num_unused_blocks - pool.num_reserved_blocks + num_draining:
             return False
         short_blocks = num_blocks - pool.num_free_ids - num_draining
-        if self._cache.slab is not None:
+        if self._cache.limit_bytes is not None:
             has_blocks = self.free_up(0, short_blocks, include_waiting=False, keep=keep)
-            return has_blocks and self._free_range(num_bytes, include_waiting=include_waiting, keep=keep)
+            return has_blocks and self._keep_limit(num_bytes, include_waiting=include_waiting, keep=keep)
         block_bytes, budget = pool.block_bytes, pool.budget
         draining_bytes = num_draining * block_bytes
         if num_new_blocks * block_bytes + num_bytes > budget.unreserved_bytes + draining_bytes:
@@ -207,7 +227,7 @@ class RoomMaker:
         """
         num_cached = self._prefixes.num_evictable_blocks
         most_bytes = num_cached * self._pool.block_bytes
-        if self._cache.slab is None:
+        if self._cache.limit_bytes is None:
             most_bytes += self._cache.evictable_bytes(include_waiting=include_waiting, keep=keep)
         if num_blocks > num_cached or num_bytes > most_bytes:
             return False
@@ -232,7 +252,7 @@ class RoomMaker:
     def _victim(self, *, include_waiting: bool, keep: AdapterId, is_block: bool) -> MemoryItem:
         """Return the next victim; adapters of waiting requests only if there is no other."""
         wanted = None
-        is_block |= self._cache.slab is not None
+        is_block |= self._cache.limit_bytes is not None
         for item in self._cache.policy.victims(is_adapter=False if is_block else None):
             if not item.is_adapter:
                 return item
@@ -244,18 +264,68 @@ class RoomMaker:
         assert wanted is not None and include_waiting, "there are fewer victims than counted"
         return wanted
 
-    def _free_range(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
-        """Free a range of the slab, if necessary by evicting and reloading pinned adapters."""
-        if self._evict_from_slab(num_bytes, include_waiting=include_waiting, keep=keep):
+    def _keep_limit(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
+        """Evict adapters until ``num_bytes`` more are within their limit; False if impossible."""
+        if self._cache.is_within_limit(num_bytes):
             return True
-        slab = self._cache.slab
-        assert slab is not None
-        if not include_waiting or self._cache.referenced_ids():
-            return False
-        if num_bytes + self._pins.num_loaded_bytes() > slab.capacity_bytes:
-            return False
-        with self._pins.suspended():
-            return self._evict_from_slab(num_bytes, include_waiting=True, keep=keep)
+        assert self._cache.limit_bytes is not None
+        excess_bytes = self._cache.used_bytes + num_bytes - self._cache.limit_bytes
+        victims = self._cache.victims(excess_bytes, include_waiting=include_waiting, keep=keep)
+        for adapter_id in victims:
+            self._evict_adapter(adapter_id, EvictionReason.ADAPTER)
+        return bool(victims)
+
+    def _free_runs(self, pages: Pages, run_pages: Sequence[int], *, include_waiting: bool) -> bool:
+        """Evict whole extents until runs of these lengths find places; False if impossible."""
+        is_counted = False
+        while (length := pages.lacking_run(run_pages)) is not None:
+            owners = self._owners(pages, include_waiting=include_waiting)
+            window = self._window(pages, length, owners)
+            if window is None:
+                return False
+            pages.num_loads_without_run += not is_counted
+            is_counted = True
+            pages.num_extents_evicted += 1
+            for page in window:
+                if not pages.taken_pages((page,)):
+                    continue  # free, perhaps since an earlier page was evicted
+                if page in owners:
+                    self._evict_adapter(owners[page], EvictionReason.RUN)
+                elif self._is_unused(page):
+                    self._prefixes.evict_block(BlockId(page))
+        return True
+
+    def _owners(self, pages: Pages, *, include_waiting: bool) -> dict[int, AdapterId]:
+        """Return the adapters that may be evicted, by page."""
+        owners: dict[int, AdapterId] = {}
+        for adapter_id in self._cache.ranked(include_waiting=include_waiting):
+            for run in pages.runs_of(adapter_id):
+                owners.update(dict.fromkeys(run, adapter_id))
+        return owners
+
+    def _window(self, pages: Pages, length: int, owners: dict[int, AdapterId]) -> range | None:
+        """Return the extents of the first victim where a run can be made free, if there are any."""
+        seen = set[int]()
+        for item in self._cache.policy.victims():
+            if isinstance(item, DeviceCopy):
+                item_pages = [run.start for run in pages.runs_of(item.adapter_id) if run.start in owners]
+            else:
+                assert isinstance(item, KvNode) and item.block_id is not None
+                item_pages = [item.block_id]
+            for page in item_pages:
+                extent = page // pages.extent_pages
+                if extent in seen:
+                    continue
+                seen.add(extent)
+                window = pages.window_at(page, length, lambda one: one in owners or self._is_unused(one))
+                if window is not None:
+                    return window
+        return None
+
+    def _is_unused(self, page: int) -> bool:
+        """Whether a page has KV of a prefix that nothing holds."""
+        node = self._prefixes.node_at(BlockId(page))
+        return node is not None and not node.num_references
 
     def evict_adapter(self, *, include_waiting: bool) -> bool:
         """Evict the next idle adapter for another one. Return whether there was one."""
@@ -263,12 +333,3 @@ class RoomMaker:
         for adapter_id in victims:
             self._evict_adapter(adapter_id, EvictionReason.ADAPTER)
         return bool(victims)
-
-    def _evict_from_slab(self, num_bytes: int, *, include_waiting: bool, keep: AdapterId) -> bool:
-        """Evict idle adapters until the slab has a range of ``num_bytes``; False if impossible."""
-        if not num_bytes:
-            return True
-        victims = self._cache.slab_victims(num_bytes, include_waiting=include_waiting, keep=keep)
-        for adapter_id in victims or ():
-            self._evict_adapter(adapter_id, EvictionReason.ADAPTER)
-        return victims is not None

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError, RequestError
 from ..limits import check_prompt_length
-from ..memory.adapter_slab import room_bytes
 from ..memory.device_memory import DeviceMemory
 from ..request import Request
 
@@ -80,10 +79,9 @@ def check_pin(
     """
     block_bytes = memory.block_bytes
     full_bytes = blocks_for(config.max_model_len - 1, config.block_size) * block_bytes
-    if memory.slab_bytes is not None:
-        num_bytes, capacity_bytes = room_bytes(num_bytes), memory.slab_bytes
-        adapters = [other_bytes, *(request.adapter_bytes for request in open_requests)]
-        needed_bytes = room_bytes(max(adapters))
+    if memory.adapter_limit_bytes is not None:
+        capacity_bytes = memory.adapter_limit_bytes
+        needed_bytes = max([other_bytes, *(request.adapter_bytes for request in open_requests)])
     else:
         capacity_bytes = memory.capacity_bytes
         open_bytes = [
@@ -108,11 +106,13 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 def _check_memory(request: Request, total_tokens: int, config: SchedulerConfig, memory: DeviceMemory) -> None:
     """Raise ``RequestError`` unless the request fits the device alone."""
     num_blocks = blocks_for(total_tokens - 1, config.block_size)  # the last token needs no KV
-    if memory.can_ever_hold(num_blocks, request.adapter_bytes, request.adapter_id):
+    run_pages = () if request.adapter is None else request.adapter.run_pages
+    if memory.can_ever_hold(num_blocks, request.adapter_bytes, request.adapter_id, run_pages):
         return
-    if memory.slab_bytes is not None and request.adapter_bytes > memory.slab_bytes:
+    limit_bytes = memory.adapter_limit_bytes
+    if limit_bytes is not None and request.adapter_bytes > limit_bytes:
         raise RequestError(
-            f"the adapter takes {_mib(request.adapter_bytes)}, but {_mib(memory.slab_bytes)} of "
+            f"the adapter takes {_mib(request.adapter_bytes)}, but {_mib(limit_bytes)} of "
             "the memory are for adapters (raise --adapter-memory-fraction or --memory-gib)",
             param="model",
         )

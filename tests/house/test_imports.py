@@ -75,6 +75,7 @@ _ALLOWED_IMPORTS = {
         "runtime.adapters.values",  # what of it can be served in which type: numpy alone
         "runtime.kept_records",
         "runtime.whole_file",
+        "runtime.memory.pages",  # how an adapter is divided into runs of pages: pure
     ),
     # A program: how its processes begin and end, and what they return.
     "gpu/check": (

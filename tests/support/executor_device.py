@@ -1,7 +1,7 @@
 """An executor over a tiny model in the calling thread, and short forms of a plan's parts."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,7 +46,7 @@ class Ready:
     def __init__(self, adapter: DeviceAdapter) -> None:
         self._adapter = adapter
 
-    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         """Nothing is copied."""
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
@@ -87,7 +87,7 @@ class Arriving(Copied):
     def adapter(self) -> DeviceAdapter:
         return self._given
 
-    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         """Nothing is copied."""
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:

@@ -114,7 +114,7 @@ class FakeExecutor:
         max_num_tokens: int,
         recompute_at_tokens: int | None = None,
         is_automatic: bool = False,
-        slab_bytes: int | None = None,
+        has_pages: bool = False,
         host: FakeHost | None = None,
         namespace_of: Callable[[AdapterId], Hashable] = lambda adapter_id: adapter_id,
     ) -> None:
@@ -124,7 +124,7 @@ class FakeExecutor:
         self.block_size = block_size
         self.block_bytes = block_bytes
         self.capacity_bytes = capacity_bytes
-        self.slab_bytes = slab_bytes
+        self.has_pages = has_pages
         self.max_num_tokens = max_num_tokens
         self.is_automatic = is_automatic
         self.namespace_of = namespace_of
@@ -140,7 +140,7 @@ class FakeExecutor:
         self._adapters: dict[AdapterId, str] = {}  # loading | resident
         self._adapter_bytes: dict[AdapterId, int] = {}
         self._lost_evictions: set[AdapterId] = set()
-        self._places: dict[AdapterId, range] = {}  # of adapters in their slab
+        self._pages: dict[AdapterId, set[int]] = {}  # of adapters
         self._results: list[Result] = []
         self.num_retries = 0
 
@@ -269,7 +269,7 @@ class FakeExecutor:
     def _remove(self, adapter_id: AdapterId) -> None:
         del self._adapters[adapter_id]
         del self._adapter_bytes[adapter_id]
-        self._places.pop(adapter_id, None)
+        self._pages.pop(adapter_id, None)
 
     def _begin_transfer(self, transfer: AdapterTransfer) -> None:
         adapter_id = transfer.adapter_id
@@ -280,14 +280,15 @@ class FakeExecutor:
         self.transfers[transfer.transfer_id] = transfer
 
     def _place(self, transfer: AdapterTransfer) -> None:
-        assert (transfer.offset_bytes is None) == (self.slab_bytes is None)
-        if transfer.offset_bytes is None or self.slab_bytes is None:
-            return
-        place = range(transfer.offset_bytes, transfer.offset_bytes + transfer.num_bytes)
-        assert place.start >= 0 and place.stop <= self.slab_bytes, "beyond the slab"
-        for other in self._places.values():
-            assert place.stop <= other.start or other.stop <= place.start, "two in one place"
-        self._places[transfer.adapter_id] = place
+        assert bool(transfer.runs) == (self.has_pages and transfer.num_bytes > 0)
+        pages = {page for run in transfer.runs for page in run}
+        assert len(pages) * self.block_bytes == transfer.num_bytes or not self.has_pages
+        assert all(0 <= page < self.capacity_bytes // self.block_bytes for page in pages)
+        assert all(pages.isdisjoint(others) for others in self._pages.values()), "two in one place"
+        in_use = {block_id for row in self._rows_in_flight() for block_id in row.block_ids}
+        assert pages.isdisjoint(in_use | self.kv.copied_blocks()), "a step or a copy uses its pages"
+        self.kv.free(map(BlockId, pages))
+        self._pages[transfer.adapter_id] = pages
 
     def _update_blocks(self, request_id: RequestId, first_index: int, block_ids: tuple[BlockId, ...]) -> None:
         known = self._known[request_id]
@@ -336,6 +337,7 @@ class FakeExecutor:
     def _check_bytes(self) -> None:
         blocks = {block_id for row in self._rows_in_flight() for block_id in row.block_ids}
         blocks |= self.kv.copied_blocks()
+        assert all(map(blocks.isdisjoint, self._pages.values())), "a block is a page of an adapter"
         used_bytes = len(blocks) * self.block_bytes + sum(self._adapter_bytes.values())
         assert used_bytes <= self.capacity_bytes, "more bytes in use than there are"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from corun.gpu.adapters.arrival import AdapterLoad, Copied
-from corun.gpu.adapters.copier import SlabSize
+from corun.gpu.adapters.copier import DevicePages
 from corun.gpu.adapters.host import HostAdapters
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.handover import Exchange
@@ -28,9 +28,7 @@ from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.execution.sampler import SampledRow, Sampler
 from corun.gpu.forward.batch import DeltaPass, StepContext
 from corun.gpu.forward.lower import ForwardInputs
-from corun.gpu.lora.adapter_layout import AdapterLayout
 from corun.gpu.lora.deltas import ResidentDeltas
-from corun.gpu.lora.matrix_layout import PACKED
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora
 from corun.gpu.model.targets import build_target_map
@@ -63,9 +61,8 @@ CONTENTS = "abc"
 SIZES = "ade"  # small, smaller, and four times as large
 _MAX_RANK = 64
 TIMEOUT_S = 30.0
-BLOCK_BYTES = 1000
+BLOCK_BYTES = 1024
 _NUM_BLOCKS = 12
-_NUM_LANES = 4  # of loads
 _ARENA_BYTES = 60_000  # two of the three adapters
 
 
@@ -163,6 +160,7 @@ class _Runner:
 
     def forward(self, inputs: ForwardInputs, deltas: DeltaPass | None, *_: object) -> torch.Tensor:
         num_tokens = inputs.attention.num_tokens
+        self._write_kv(inputs)
         right = torch.ones(num_tokens, dtype=torch.bool)
         if inputs.lora is not None:
             owner = self._engine.table.contents
@@ -183,6 +181,14 @@ class _Runner:
         self.passes[tuple(inputs.attention.block_tables[:, 0].tolist())] = right.tolist()
         return torch.zeros(len(inputs.logit_indices), 4)
 
+    def _write_kv(self, inputs: ForwardInputs) -> None:
+        """Overwrite all blocks of the rows with NaN: no adapter may be there."""
+        for table, length in zip(
+            inputs.attention.block_tables.tolist(), inputs.attention.context_lens_host, strict=True
+        ):
+            for block in table[: -(-length // BLOCK_SIZE)]:
+                self._engine.pool[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = 255
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -199,18 +205,12 @@ class _Sampler(Sampler):
 
 
 def random_memory(rng: random.Random) -> MemoryPlan:
-    """Blocks, and room for one to three adapters, optionally in a slab of their own."""
+    """Blocks, and room for one to three adapters, as bytes or as pages."""
     kv_bytes, room_bytes = _NUM_BLOCKS * BLOCK_BYTES, rng.choice((1, 2, 3)) * device_bytes("a")
     if rng.random() < 0.5:
         return MemoryPlan(kv_bytes + room_bytes, _NUM_BLOCKS, 64)
-    slab_bytes = staging_bytes() + room_bytes
-    return MemoryPlan(kv_bytes + slab_bytes, _NUM_BLOCKS, 64, slab_bytes)
-
-
-def staging_bytes() -> int:
-    """Bytes of a slab that buffers of loads take."""
-    layout = AdapterLayout(_target_map(), PACKED, torch.float32)
-    return _NUM_LANES * layout.max_region_bytes(_MAX_RANK)
+    num_pages = _NUM_BLOCKS + -(-room_bytes // BLOCK_BYTES) + 1
+    return MemoryPlan(num_pages * BLOCK_BYTES, _NUM_BLOCKS, 64, num_pages=num_pages)
 
 
 @functools.cache
@@ -238,20 +238,23 @@ class LoadingEngine:
         arena_bytes: int = _ARENA_BYTES,
         contents: str = CONTENTS,
     ) -> None:
-        """A plan without a slab lets blocks and adapters share all of it."""
+        """A plan with pages has them from the start; without, memory is allocated per adapter."""
         plan = plan or random_memory(rng)
         self.link = HeldLink()
         self.device = CpuDevice(link=self.link)
         self.table = _Table(self)
         self.backend = TorchLora(self.table, dtype=torch.float32)
-        slab = None if plan.slab_bytes is None else SlabSize(plan.slab_bytes, _MAX_RANK)
+        pages, num_pages = None, plan.num_pages or plan.num_blocks
+        self.pool = torch.zeros(num_pages * BLOCK_BYTES, dtype=torch.uint8)
+        if plan.num_pages is not None:
+            pages = DevicePages(self.pool, BLOCK_BYTES, _MAX_RANK)
         self.host = HostAdapters(
             self.device,
             self.backend,
             torch.float32,
             torch.device("cpu"),
             _target_map(),
-            replace(copied(arena_bytes), slab=slab),
+            replace(copied(arena_bytes), pages=pages),
             _open,
             lambda layer_bytes: range(len(layer_bytes)),
         )
@@ -280,7 +283,7 @@ class LoadingEngine:
             num_blocks=plan.num_blocks,
             block_bytes=BLOCK_BYTES,
             capacity_bytes=plan.capacity_bytes,
-            slab_bytes=self.host.slab_bytes,
+            has_pages=pages is not None,
             host=HostCache(self.host.arena.capacity_bytes),
         )
         self._facts: dict[str, AdapterFacts] = {}
@@ -438,7 +441,13 @@ class LoadingEngine:
         adapter = self.host.register(path, make_room)
         if place is not None:
             self.memory.registrations.end(place.place_id, adapter.digest)
-        return AdapterFacts(adapter.digest, adapter.rank, adapter.num_bytes, host_bytes=adapter.host_bytes)
+        return AdapterFacts(
+            adapter.digest,
+            adapter.rank,
+            adapter.num_bytes,
+            host_bytes=adapter.host_bytes,
+            run_pages=adapter.run_pages,
+        )
 
     def _check_host(self) -> None:
         """Check the account against the arena, except contents to be read or evicted."""

@@ -37,7 +37,8 @@ def make_memory(
     num_blocks: int = 64,
     capacity_bytes: int | None = None,
     block_bytes: int = BLOCK_BYTES,
-    slab_bytes: int | None = None,
+    limit_bytes: int | None = None,
+    has_pages: bool = False,
     host: HostCache | None = None,
     keeps_prefixes: bool = False,
     max_history_blocks: int | None = None,
@@ -45,19 +46,22 @@ def make_memory(
     num_host_slots: int = 0,
     token_s: float = 1.0,
 ) -> DeviceMemory:
-    """A budget that just holds the blocks and the adapters' slab, by default.
+    """A budget that just holds the blocks and the adapters' own bytes, by default.
 
+    ``limit_bytes``: of adapters, which share no memory with blocks then. ``has_pages``: each block
+    is a page, and adapters have runs of pages.
     ``token_s``: what computing one takes; at 0 nothing is ever copied back from the host.
     """
     if capacity_bytes is None:
-        capacity_bytes = num_blocks * block_bytes + (slab_bytes or 0)
+        capacity_bytes = num_blocks * block_bytes + (limit_bytes or 0)
     sizes = MemorySizes(
         capacity_bytes=capacity_bytes,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         block_bytes=block_bytes,
         max_model_len=0,
-        slab_bytes=slab_bytes,
+        adapter_limit_bytes=limit_bytes,
+        has_pages=has_pages,
         max_history_blocks=max_history_blocks,
         num_host_slots=num_host_slots,
     )
@@ -170,19 +174,19 @@ def make_requests(num_requests: int, **options: Any) -> list[Request]:
 
 def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExecutor:
     """An executor that holds the scheduler to its own limits."""
-    pool, slab, account = scheduler.memory.pool, scheduler.memory.cache.slab, scheduler.memory.host
+    pool, account = scheduler.memory.pool, scheduler.memory.host
     host = None
     if account is not None:
         host = FakeHost(account.capacity_bytes, is_device_memory=account.is_device_memory)
     executor = FakeExecutor(
-        num_blocks=pool.num_blocks,
+        num_blocks=pool.num_blocks if pool.pages is None else pool.pages.num_pages,
         block_size=scheduler.config.block_size,
         block_bytes=pool.block_bytes,
         capacity_bytes=scheduler.memory.budget.capacity_bytes,
         max_num_tokens=scheduler.config.max_num_batched_tokens,
         recompute_at_tokens=scheduler.config.recompute_at_tokens,
         is_automatic=is_automatic,
-        slab_bytes=None if slab is None else slab.capacity_bytes,
+        has_pages=pool.pages is not None,
         host=host,
     )
     running = RequestStatus.RUNNING  # others that hold a table have been preempted, or have ended

@@ -35,6 +35,7 @@ from .resources import ArenaPlan
 
 if TYPE_CHECKING:
     from ....gpu.adapters.arrival import AdapterLoad
+    from ....gpu.adapters.copier import DevicePages
     from ....gpu.adapters.host import GroupLayers, HostAdapters
     from ....gpu.execution.assemble import LoadedModel
     from ....gpu.execution.executor import AdapterFetch
@@ -63,11 +64,10 @@ def make_host_adapters(
     config: EngineConfig,
     loaded: "LoadedModel",
     arena: ArenaPlan,
-    slab_bytes: int | None,
+    pages: "DevicePages | None",
     profile: "Profile | None",
 ) -> "HostAdapters":
-    """Make the arena, its loader from PEFT directories, and the adapters' slab, if any."""
-    from ....gpu.adapters.copier import SlabSize
+    """Make the arena and its loader from PEFT directories. ``pages``: see ``ArenaSize``."""
     from ....gpu.adapters.host import ArenaSize, one_group
     from ....gpu.execution import assemble
     from ....gpu.model.base_weights import StoredBaseWeights
@@ -98,8 +98,7 @@ def make_host_adapters(
             return open_directory(path)
         return open_mix(path, open_directory, config.max_lora_rank)
 
-    slab = None if slab_bytes is None else SlabSize(slab_bytes, config.max_lora_rank)
-    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.idle_bytes is not None, slab)
+    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.idle_bytes is not None, pages)
     group_layers: GroupLayers = one_group
     if profile is not None:
         from .coexecution import layer_grouper
@@ -162,6 +161,7 @@ class HostFiles:
             layers=layers,
             left_out=adapter.left_out,
             vocab_size=adapter.vocab_size,
+            run_pages=adapter.run_pages,
         )
         return facts, adapter.is_kept
 

@@ -409,16 +409,15 @@ def _connect(
     from ....gpu.model.generation import read_generation_defaults
 
     memory, arena = plan_engine_memory(config, loaded, read_machine_facts(), given.adapters)
-    runner = assemble.make_runner(loaded, memory.num_blocks)
+    runner = assemble.make_runner(loaded, memory.num_pages or memory.num_blocks)
     defaults = read_generation_defaults(given.source, loaded.config, given.tokens.eos_token_id)
     fingerprint = model_fingerprint(given.source, loaded.config, loaded.weights.label)
     profile, cpus = measured.profile, placement.background_cpus
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.close)
-        is_cuda = loaded.model.device.type == "cuda"
-        host = make_host_adapters(config, loaded, arena, memory.slab_bytes if is_cuda else None, profile)
-        if is_cuda:  # on the CPU the slab is only an account; here it excludes the buffers of loads
-            memory = replace(memory, slab_bytes=host.slab_bytes)
+        has_pages = memory.num_pages is not None
+        pages = assemble.device_pages(runner, config.max_lora_rank) if has_pages else None
+        host = make_host_adapters(config, loaded, arena, pages, profile)
         undo.callback(host.close)
         manager = make_manager(config, host, given.tokens, cpus)
         undo.callback(manager.close)
@@ -446,7 +445,7 @@ def _connect(
         )
         core = _make_core(config, fingerprint, loaded, measured, scheduler, executor, manager, coexecution)
         manager.attach(core)
-        if not is_cuda:
+        if loaded.model.device.type != "cuda":
             undo.callback(watch_memory(scheduler.memory.relief, manager.notify, cpus))
         register_adapters(config, manager, given.adapters, on_progress, cpus)
         info = _model_info(config, loaded, memory, defaults, profile, fingerprint)
@@ -516,7 +515,7 @@ def _model_info(
         host_kv_tokens=memory.num_host_slots * config.block_size,
         memory_bytes=memory.capacity_bytes,
         context_bytes=blocks_for(memory.max_model_len, config.block_size) * loaded.layout.block_bytes,
-        adapter_memory_bytes=memory.slab_bytes,
+        adapter_memory_bytes=memory.adapter_limit_bytes,
         max_num_waiting=config.max_num_waiting,
         max_queue_s=config.max_queue_s,
         model_path=config.model,

@@ -55,7 +55,8 @@ class MemoryPlan:
     capacity_bytes: int  # KV blocks and adapters together
     num_blocks: int
     max_model_len: int  # the model's, limited to what fits
-    slab_bytes: int | None = None  # of these for adapters alone; None = shared with blocks
+    adapter_limit_bytes: int | None = None  # of these for adapters alone; None = shared with blocks
+    num_pages: int | None = None  # for blocks and adapters; None = adapters are elsewhere
     max_history_blocks: int | None = None  # limit of blocks without requests; None = no limit
     num_host_slots: int = 0  # KV blocks on the host
     reason: str = ""  # of the capacity, for the log
@@ -90,20 +91,22 @@ def plan_max_model_len(requested: int | None, model_limit: int | None, exact_lim
 def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) -> MemoryPlan:
     """Size the budget and the KV pool.
 
-    CUDA memory is allocated at start, so adapters have a slab beside the blocks there, as with
-    policies that split the memory. On the CPU blocks take memory only when they are written, so
-    both share all of it. Without an explicit budget, history is limited to a quarter of it, because
-    the process keeps that memory.
+    CUDA memory is allocated at start, as pages that blocks and adapters share. On the CPU blocks
+    take memory only when they are written, and adapters have their own. Without an explicit budget,
+    history is limited to a quarter of it there, because the process keeps that memory.
 
     Raises:
         ResourceError: There is less memory than requested, or too little for one request of the
             requested context length.
     """
     capacity_bytes, reason = _capacity_bytes(config, facts, max_model_len)
-    slab_bytes = None
-    if facts.type == "cuda" or splits_memory(config.memory_policy):
-        slab_bytes = int(capacity_bytes * adapter_share(config.adapter_memory_fraction))
-    num_blocks = (capacity_bytes - (slab_bytes or 0)) // facts.block_bytes
+    num_pages = adapter_limit_bytes = None
+    if facts.type == "cuda":
+        num_pages = capacity_bytes // facts.block_bytes
+        capacity_bytes = num_pages * facts.block_bytes
+    if splits_memory(config.memory_policy):
+        adapter_limit_bytes = int(capacity_bytes * adapter_share(config.adapter_memory_fraction))
+    num_blocks = (capacity_bytes - (adapter_limit_bytes or 0)) // facts.block_bytes
     if config.prefix_cache == "off":
         num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
     max_history_blocks = None
@@ -114,7 +117,8 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
         capacity_bytes,
         num_blocks,
         min(num_tokens, max_model_len),
-        slab_bytes,
+        adapter_limit_bytes,
+        num_pages,
         max_history_blocks,
         reason=reason,
     )
@@ -122,7 +126,7 @@ def plan_memory(config: EngineConfig, facts: DeviceFacts, max_model_len: int) ->
         return plan
     if config.max_model_len is not None or num_tokens < 2:
         raise ResourceError(
-            f"{(capacity_bytes - (slab_bytes or 0)) / _GIB:.3g} GiB hold the KV of {num_tokens} "
+            f"{(capacity_bytes - (adapter_limit_bytes or 0)) / _GIB:.3g} GiB hold the KV of {num_tokens} "
             f"tokens, but one request may need {max_model_len} (--max-model-len); lower it or "
             "raise --memory-gib"
         )
@@ -155,8 +159,8 @@ def _default_bounds(
     kv_bytes = num_blocks * facts.block_bytes
     needed_bytes = kv_bytes + host.adapter_bytes
     if splits_memory(config.memory_policy):
-        slab_share = adapter_share(config.adapter_memory_fraction)
-        needed_bytes = int(max(kv_bytes / (1 - slab_share), host.adapter_bytes / slab_share)) + 1
+        part = adapter_share(config.adapter_memory_fraction)
+        needed_bytes = int(max(kv_bytes / (1 - part), host.adapter_bytes / part)) + 1
     yield (
         needed_bytes,
         (

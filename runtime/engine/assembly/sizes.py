@@ -50,9 +50,12 @@ def plan_engine_memory(
     num_host_slots = plan_host_slots(config, block_bytes, host_bytes, has_link=arena is not None)
     host_bytes -= num_host_slots * block_bytes
     max_model_len = max_model_len_of(config, loaded.config, loaded.max_exact_len)
+    free_bytes = assemble.free_bytes(device, host_bytes)
+    if device.type == "cuda":
+        free_bytes -= assemble.load_buffer_bytes(loaded, config.max_lora_rank)
     device_facts = DeviceFacts(
         type=device.type,
-        free_bytes=assemble.free_bytes(device, host_bytes),
+        free_bytes=free_bytes,
         block_bytes=block_bytes,
         host=_host_facts(config, loaded, facts, adapters) if device.type == "cpu" else None,
     )

@@ -40,6 +40,7 @@ from ..messages import AddRequest
 
 if TYPE_CHECKING:
     from ....gpu.adapters.arrival import AdapterLoad
+    from ....gpu.adapters.copier import DevicePages
     from ....gpu.adapters.host import HostAdapters
     from ....gpu.device.host_memory import TorchDevice
     from ....gpu.execution.assemble import LoadedModel
@@ -53,7 +54,7 @@ _MAX_TOKEN_ID = 250  # of any vocabulary
 _TIMEOUT_S = 60.0  # for all turns with one number of rows
 _ADAPTER = "made up"
 _RANK = 8  # the time of its copy does not matter
-_SLAB_ADAPTERS = 8  # the adapter and the buffers of loads, each smaller
+_ARENA_ADAPTERS = 8  # of its size: on the host its layers are in whole pages
 
 
 _TYPE, _ITEM_BYTES = "BF16", 2
@@ -181,28 +182,34 @@ class _Bench:
         undo: contextlib.ExitStack,
     ) -> None:
         """``undo`` closes it."""
-        from ....gpu.execution.assemble import make_executor, make_runner
+        from ....gpu.execution import assemble
         from ....gpu.execution.executor import AdapterFetch
         from ....gpu.execution.sampler import Sampler
 
-        self._host = _make_host(loaded, device, min_group_bytes)
-        undo.callback(self._host.close)
         ids = itertools.count(1)
         self._registry = AdapterRegistry(lambda: AdapterId(next(ids)))
         self._request_ids = itertools.count(1)
         block_size = loaded.layout.block_size
         context_tokens = _PROMPT_TOKENS + 2 * _NUM_TURNS
         num_blocks = _MANY_ROWS * (1 + -(-context_tokens // block_size))
-        executor = make_executor(
+        adapter_bytes = MadeUpAdapter(loaded.target_map, _RANK).adapter.num_bytes(loaded.dtype.itemsize)
+        arena_bytes = _ARENA_ADAPTERS * adapter_bytes
+        sizes = _memory_sizes(loaded, num_blocks, arena_bytes, context_tokens)
+        num_pages = sizes.capacity_bytes // sizes.block_bytes if sizes.has_pages else None
+        runner = assemble.make_runner(loaded, num_pages or num_blocks)
+        pages = None if num_pages is None else assemble.device_pages(runner, _RANK)
+        self._host = _make_host(loaded, device, min_group_bytes, arena_bytes, pages)
+        undo.callback(self._host.close)
+        executor = assemble.make_executor(
             loaded,
-            make_runner(loaded, num_blocks),
+            runner,
             AdapterFetch(self._fetch, self._host.evict),
             Sampler(()),
             max_model_len=context_tokens,
         )
         undo.callback(executor.close)
         self._executor = _Watched(executor)
-        scheduler = _scheduler(loaded, self._host, model, num_blocks, context_tokens)
+        scheduler = _scheduler(loaded, sizes, self._host.arena.capacity_bytes, model)
         self._core = EngineCore(
             scheduler,
             self._executor,
@@ -230,7 +237,12 @@ class _Bench:
         self._core.end_registration(place.place_id, adapter.digest)
         layers = AdapterLayers(adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer)
         facts = AdapterFacts(
-            adapter.digest, adapter.rank, adapter.num_bytes, host_bytes=adapter.host_bytes, layers=layers
+            adapter.digest,
+            adapter.rank,
+            adapter.num_bytes,
+            host_bytes=adapter.host_bytes,
+            layers=layers,
+            run_pages=adapter.run_pages,
         )
         load_id = self._registry.begin_loading(_ADAPTER, _ADAPTER)
         self._registry.ready(_ADAPTER, _ADAPTER, load_id, AdapterContent(facts))
@@ -274,56 +286,59 @@ class _Bench:
         return self._host.fetch(version.digest, version.path, transfer.host)
 
 
-def _make_host(loaded: "LoadedModel", device: "TorchDevice", min_group_bytes: int) -> "HostAdapters":
-    """Make room for the adapter on the host and, if memory is allocated at start, on the device."""
-    from ....gpu.adapters.copier import SlabSize
+def _make_host(
+    loaded: "LoadedModel",
+    device: "TorchDevice",
+    min_group_bytes: int,
+    arena_bytes: int,
+    pages: "DevicePages | None",
+) -> "HostAdapters":
+    """Make room for the adapter on the host."""
     from ....gpu.adapters.host import ArenaSize, HostAdapters
 
-    num_bytes = MadeUpAdapter(loaded.target_map, _RANK).adapter.num_bytes(loaded.dtype.itemsize)
-    slab_bytes = _SLAB_ADAPTERS * num_bytes
-    slab = SlabSize(slab_bytes, _RANK) if loaded.model.device.type == "cuda" else None
     return HostAdapters(
         device,
         loaded.lora_backend,
         loaded.dtype,
         loaded.model.device,
         loaded.target_map,
-        ArenaSize(_SLAB_ADAPTERS * num_bytes, is_elastic=False, slab=slab),
+        ArenaSize(arena_bytes, is_elastic=False, pages=pages),
         lambda _: MadeUpAdapter(loaded.target_map, _RANK),
         lambda layer_bytes: group_of_layers(layer_bytes, min_group_bytes),
     )
 
 
-def _scheduler(
-    loaded: "LoadedModel", host: "HostAdapters", model: MachineModel, num_blocks: int, context_tokens: int
-) -> Scheduler:
-    """Make a scheduler with the default policies that plans with ``model``."""
+def _memory_sizes(
+    loaded: "LoadedModel", num_blocks: int, adapter_bytes: int, context_tokens: int
+) -> MemorySizes:
     layout = loaded.layout
-    slab_bytes, arena_bytes = host.slab_bytes, host.arena.capacity_bytes
-    adapter_bytes = arena_bytes if slab_bytes is None else slab_bytes
-    num_bytes = num_blocks * layout.block_bytes + adapter_bytes
-    config = SchedulerConfig(
-        max_num_batched_tokens=_MANY_ROWS * _PROMPT_TOKENS,
-        max_num_seqs=_MANY_ROWS,
-        max_model_len=context_tokens,
-        block_size=layout.block_size,
-    )
-    times = ProfiledTimes(model, config.max_num_batched_tokens)
-    sizes = MemorySizes(
-        capacity_bytes=num_bytes,
+    has_pages = loaded.model.device.type == "cuda"
+    if has_pages:
+        adapter_bytes = -(-adapter_bytes // layout.block_bytes) * layout.block_bytes
+    return MemorySizes(
+        capacity_bytes=num_blocks * layout.block_bytes + adapter_bytes,
         num_blocks=num_blocks,
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,
         max_model_len=context_tokens,
-        slab_bytes=slab_bytes,
+        has_pages=has_pages,
     )
-    costs = ReloadCosts(
-        times, layout.block_size, config.max_num_batched_tokens, model.link, is_assisted=False
+
+
+def _scheduler(loaded: "LoadedModel", sizes: MemorySizes, arena_bytes: int, model: MachineModel) -> Scheduler:
+    """Make a scheduler with the default policies that plans with ``model``."""
+    config = SchedulerConfig(
+        max_num_batched_tokens=_MANY_ROWS * _PROMPT_TOKENS,
+        max_num_seqs=_MANY_ROWS,
+        max_model_len=sizes.max_model_len,
+        block_size=sizes.block_size,
     )
+    times = ProfiledTimes(model, config.max_num_batched_tokens)
+    costs = ReloadCosts(times, sizes.block_size, config.max_num_batched_tokens, model.link, is_assisted=False)
     facts = PolicyFacts(
         times=times,
-        capacity_tokens=num_blocks * layout.block_size,
-        bytes_per_token=layout.block_bytes / layout.block_size,
+        capacity_tokens=sizes.num_blocks * sizes.block_size,
+        bytes_per_token=sizes.block_bytes / sizes.block_size,
     )
     memory = make_device_memory(sizes, "corun", costs, HostCache(arena_bytes))
     # A request that begins before its load has ended would be computed beside it.

@@ -11,7 +11,7 @@ import torch
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.plan import AdapterId
-from support.loading_engine import BLOCK_BYTES, SIZES, TIMEOUT_S, LoadingEngine, device_bytes, staging_bytes
+from support.loading_engine import BLOCK_BYTES, SIZES, TIMEOUT_S, LoadingEngine, device_bytes
 
 NUM_VERSIONS = 50
 NUM_FITTING = 20
@@ -44,8 +44,7 @@ class FakeGpuMemory:
 def cuda_plan() -> MemoryPlan:
     """As planned by an engine with room for this many adapters of the mean size."""
     room_bytes = NUM_FITTING * sum(map(device_bytes, SIZES)) // len(SIZES)
-    slab_bytes = room_bytes + staging_bytes()
-    total_bytes = 4 * slab_bytes
+    total_bytes = room_bytes + NUM_FITTING * BLOCK_BYTES  # a page of each is not full
     config = EngineConfig(memory_gib=total_bytes / GIB, block_size=4)
     return plan_memory(config, DeviceFacts("cuda", total_bytes, BLOCK_BYTES), 64)
 
@@ -53,7 +52,7 @@ def cuda_plan() -> MemoryPlan:
 def test_fifty_adapters_in_room_for_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three sizes, so that free memory is fragmented."""
     plan, rng = cuda_plan(), random.Random(0)
-    gpu = FakeGpuMemory(plan.capacity_bytes - plan.num_blocks * BLOCK_BYTES)  # beside the blocks
+    gpu = FakeGpuMemory(1 << 20)  # buffers of loads, beside the pages
     monkeypatch.setattr("corun.gpu.adapters.copier.torch", gpu)
     engine = LoadingEngine(rng, plan, arena_bytes=1 << 20, contents="")
     try:

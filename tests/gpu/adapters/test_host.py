@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from corun.gpu.adapters.arrival import AdapterLoad
-from corun.gpu.adapters.copier import AdapterCopier, SlabSize
+from corun.gpu.adapters.copier import AdapterCopier, DevicePages
 from corun.gpu.adapters.host import ArenaSize, RegisteredAdapter
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import PacedLink
-from corun.gpu.lora.table import DeviceAdapter
+from corun.gpu.lora.table import DeviceAdapter, TableEntries
 from corun.profiles.link import Direction
 from corun.runtime.adapters.target_map import Target
 from corun.runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
@@ -327,47 +327,55 @@ def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
     device.close()
 
 
-def test_with_a_slab_loads_ask_torch_for_no_memory(
-    files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+def paged(num_pages: int, page_bytes: int) -> ArenaSize:
+    """An arena that adapters are copied from to pages."""
+    memory = torch.full((num_pages * page_bytes,), 255, dtype=torch.uint8)
+    return replace(copied(ROOMY_BYTES), pages=DevicePages(memory, page_bytes, max_rank=64))
+
+
+@pytest.mark.parametrize("page_bytes", [640, 4096, 1 << 18])
+def test_on_pages_loads_ask_torch_for_no_memory(
+    files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch, page_bytes: int
 ) -> None:
     """Allocating is forbidden while streams wait for the host, which may be at any time."""
-    roomy = Host(device, copied(ROOMY_BYTES))
-    num_bytes = roomy.register(files / "a").num_bytes
-    slab = SlabSize(1 << 20, max_rank=64)
-    host = Host(device, replace(copied(ROOMY_BYTES), slab=slab))
-    assert host.adapters.slab_bytes is not None and roomy.adapters.slab_bytes is None
-    assert num_bytes < host.adapters.slab_bytes < slab.num_bytes, "loads have their buffers"
+    size = paged((1 << 20) // page_bytes, page_bytes)
+    host = Host(device, size)
     facts = {name: host.register(files / name) for name in "abc"}
-    # On the device everything is a view of the slab; the host's side reads no files here.
+    num_bytes = Host(device, copied(ROOMY_BYTES)).register(files / "a").num_bytes
+    run_pages = facts["a"].run_pages
+    assert num_bytes <= facts["a"].num_bytes == sum(run_pages) * page_bytes
+    assert facts["a"].num_bytes <= 1.01 * num_bytes + page_bytes
+    # On the device everything is a view of the pages; the host's side reads no files here.
     monkeypatch.setattr("corun.gpu.adapters.copier.torch", None)
-    loaded = {}
+    loaded, free = {}, list(range((1 << 20) // page_bytes))
     for index, name in enumerate("abc"):
         arrival = host.fetch(facts[name].digest, files / name)
-        arrival.start(is_gradual=index == 1, offset_bytes=index * num_bytes)
+        runs = []
+        for length in run_pages:
+            runs.append(range(free[-length], free[-length] + length))  # from the end, so in no order
+            del free[-length:]
+        arrival.start(is_gradual=index == 1, runs=runs)
         host.device.synchronize(timeout_s=30)
         while not arrival.is_done():
             arrival.advance()
             host.device.synchronize(timeout_s=30)
         loaded[name] = arrival.finish()
     monkeypatch.undo()
-    storages = set()
+    assert size.pages is not None
     for name, adapter in loaded.items():
         check_deltas(host, adapter, files / name)
-        storages |= {lora.a.untyped_storage().data_ptr() for lora in adapter.targets.values()}
-    assert len(storages) == 1
+        storages = {lora.a.untyped_storage().data_ptr() for lora in adapter.targets.values()}
+        assert storages == {size.pages.memory.data_ptr()}
+        entries, viewed = adapter.entries, TableEntries.of(adapter.targets)
+        assert entries.a_pointers.tolist() == viewed.a_pointers.tolist()
+        assert entries.b_pointers.tolist() == viewed.b_pointers.tolist()
+    left = size.pages.memory.view(-1, page_bytes)[: len(free)]
+    assert (left == 255).all(), "a load has written to other pages"
 
 
-def test_what_no_slab_holds_is_refused(files: Path, device: CpuDevice) -> None:
-    too_small = replace(copied(ROOMY_BYTES), slab=SlabSize(1000, max_rank=64))
-    with pytest.raises(ResourceError, match=r"1000 bytes.*--adapter-memory-fraction"):
-        Host(device, too_small)
-    roomy = Host(device, replace(copied(ROOMY_BYTES), slab=SlabSize(ROOMY_BYTES, 64)))
-    assert roomy.adapters.slab_bytes is not None
-    slab = SlabSize(ROOMY_BYTES - roomy.adapters.slab_bytes + 4096, max_rank=64)
-    host = Host(device, replace(copied(ROOMY_BYTES), slab=slab))
-    with pytest.raises(
-        AdapterError, match=r"all adapters together have 4096; raise --adapter-memory-fraction"
-    ):
+def test_what_no_page_holds_is_refused(files: Path, device: CpuDevice) -> None:
+    host = Host(device, paged(1, 4096))
+    with pytest.raises(AdapterError, match=r"adapters and KV together have 4096; raise --memory-gib"):
         host.register(files / "a")
     assert host.arena.taken_bytes == 0
 

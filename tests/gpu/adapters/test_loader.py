@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from corun.gpu.adapters.arrival import Reading
@@ -30,14 +30,14 @@ class Arrival:
         self.num_enqueued = 0
         self.is_read_to_its_end = True
         self.is_gradual: bool | None = None
-        self.offset_bytes: int | None = None
+        self.runs: Sequence[range] = ()
         self._fails_to_start = fails_to_start
         self._error = error
 
-    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         self.starter = threading.current_thread()
         self.is_gradual = is_gradual
-        self.offset_bytes = offset_bytes
+        self.runs = runs
         if self._fails_to_start:
             raise RuntimeError("the device is full")
 
@@ -94,7 +94,7 @@ class Loading:
     def load(self, *adapter_ids: int, is_demand: bool = True) -> None:
         for number in adapter_ids:
             transfer = AdapterTransfer(
-                TransferId(100 + number), AdapterId(number), 1, is_demand, offset_bytes=64 * number
+                TransferId(100 + number), AdapterId(number), 1, is_demand, runs=(range(number, 3),)
             )
             self.loader.start(transfer)
 
@@ -134,7 +134,7 @@ def test_the_engines_thread_starts_copies_and_is_notified_of_their_end(loading: 
     loading.load(1)
     assert loading.wait() == []
     assert arrival.starter is threading.current_thread()
-    assert arrival.offset_bytes == 64, "where the account says"
+    assert arrival.runs == (range(1, 3),), "where the account says"
     assert loading.ended() == []
     arrival.arrived.set()
 

@@ -155,7 +155,7 @@ def test_workers_below_the_split_and_the_device_from_it_on(bench: Bench) -> None
     event = bench.device.event()
     load = bench.exchange.compute
     bench.device.record(load, event)
-    plan = ColdPlan(invocations, (None, None, batch), ((), (), (Arrival(event, x),)))
+    plan = ColdPlan(invocations, (None, None, batch), ((), (), (Arrival(event, (x,)),)))
     layers = run_pass(bench, plan, x)
     by_worker = x[start:end] @ worker.matrix
     for layer in range(split):

@@ -2,7 +2,6 @@ import hypothesis.strategies as st
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterCache, AdapterState
 from corun.runtime.memory.adapter_log import EvictionReason
-from corun.runtime.memory.adapter_slab import AdapterSlab
 from corun.runtime.memory.block_pool import MemoryBudget
 from corun.runtime.plan import BASE_ADAPTER, AdapterId
 from hypothesis import given
@@ -138,10 +137,10 @@ def test_a_failed_load_in_use_backs_nothing_until_it_is_let_go() -> None:
     assert budget.unreserved_bytes == budget.free_bytes == 100
 
 
-def test_bytes_of_a_slab_are_not_reservable() -> None:
-    """KV blocks cannot use the memory of a slab."""
+def test_bytes_of_adapters_with_a_limit_are_not_reservable() -> None:
+    """KV blocks cannot use them."""
     budget = MemoryBudget(2048)
-    cache = AdapterCache(budget, AdapterSlab(1024))
+    cache = AdapterCache(budget, 1024)
     assert cache.begin_load(AdapterId(1), 512)
     cache.finish_load(AdapterId(1))
     assert cache.is_idle(AdapterId(1))

@@ -143,39 +143,22 @@ def test_an_idle_adapter_is_evicted_on_request_and_may_come_back() -> None:
     memory.check_invariants()
 
 
-def test_with_a_slab_each_keeps_to_its_own() -> None:
+def test_with_a_limit_each_keeps_to_its_own() -> None:
     """Adapters do not use free bytes of blocks, nor blocks those of adapters."""
-    memory = make_memory(num_blocks=8, block_bytes=64, slab_bytes=256)
+    memory = make_memory(num_blocks=8, block_bytes=64, limit_bytes=256)
     load(memory, 1, 128)
     load(memory, 2, 100)
-    assert memory.cache.used_bytes == 256, "rounded up"
+    assert memory.cache.used_bytes == 228
     assert not memory.loads.begin(AdapterId(3), facts(64), 0.0)
-    assert not memory.room.has_adapter_room(1)
+    assert not memory.room.has_adapter_room(facts(29)) and memory.room.has_adapter_room(facts(28))
     blocks = memory.pool.allocate(8)
-    assert blocks is not None and memory.budget.free_bytes == 0
+    assert blocks is not None and memory.budget.free_bytes == 28
     assert not reclaim(memory, 1), "adapters make no room for blocks"
     memory.pool.free(blocks)
     assert reclaim(memory, 8) and memory.commands(0.0).evict_adapters == ()
     assert memory.can_ever_hold(8, 256)
     assert not memory.can_ever_hold(1, 257)
     memory.check_invariants()
-
-
-def test_a_load_goes_where_the_slab_has_a_range() -> None:
-    memory = make_memory(num_blocks=1, slab_bytes=4 * 64)
-    for number in (1, 2, 3, 4):
-        load(memory, number, 64)
-    assert memory.room.reclaim(0, 128, include_waiting=False, keep=AdapterId(2))
-    assert memory.commands(0.0).evict_adapters == (3, 4), "1 is apart from them"
-    assert memory.room.reclaim(0, 128, include_waiting=False, keep=BASE_ADAPTER), "it is there"
-    assert memory.commands(0.0).evict_adapters == ()
-    command = memory.loads.begin(AdapterId(5), facts(128), 0.0)
-    assert command is not None and (command.num_bytes, command.offset_bytes) == (128, 128)
-    memory.check_invariants()
-    for number in (1, 2):
-        memory.cache.acquire(AdapterId(number))
-    assert not memory.room.reclaim(0, 128, include_waiting=True, keep=BASE_ADAPTER)
-    assert memory.commands(0.0).evict_adapters == ()
 
 
 class InPlace:

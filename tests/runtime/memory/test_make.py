@@ -16,20 +16,20 @@ COSTS = ReloadCosts(LearnedTimes(16), 4, 16)
 
 def test_all_is_shared_unless_the_policy_splits() -> None:
     memory = make_device_memory(SIZES, "corun", COSTS)
-    assert memory.cache.slab is None and memory.pool.num_blocks == 100
+    assert memory.cache.limit_bytes is None and memory.pool.num_blocks == 100
     split = make_device_memory(SIZES, "static-split", COSTS)
-    assert split.cache.slab is not None and split.cache.slab.capacity_bytes == 25_600
+    assert split.cache.limit_bytes == 25_600
     assert split.pool.num_blocks == 75, "what adapters have not, blocks have"
     asked = make_device_memory(replace(SIZES, adapter_share=0.2), "static-split", COSTS)
     assert asked.pool.num_blocks == 80
 
 
-def test_a_slab_that_is_there_stays_as_it_is() -> None:
-    sizes = replace(SIZES, num_blocks=50, slab_bytes=51_200, adapter_share=0.5)
+def test_a_limit_that_is_there_stays_as_it_is() -> None:
+    sizes = replace(SIZES, num_blocks=50, adapter_limit_bytes=51_200, adapter_share=0.5)
     for policy in ("corun", "static-split"):
         memory = make_device_memory(sizes, policy, COSTS)
         assert memory.pool.num_blocks == 50
-        assert memory.cache.slab is not None and memory.cache.slab.capacity_bytes == 51_200
+        assert memory.cache.limit_bytes == 51_200
 
 
 def test_a_share_is_refused_where_nothing_is_split() -> None:
@@ -47,7 +47,7 @@ def test_a_policy_may_be_an_object() -> None:
     def split(_facts: MemoryFacts) -> LruPolicy:
         return LruPolicy(MemoryRules(is_split=True))
 
-    assert make_device_memory(SIZES, split, COSTS).cache.slab is not None
+    assert make_device_memory(SIZES, split, COSTS).cache.limit_bytes is not None
     with pytest.raises(ConfigError, match="--memory-policy is 'best', must be one of: corun"):
         make_device_memory(SIZES, "best", COSTS)
 

@@ -51,14 +51,14 @@ def test_the_longest_unused_make_way_first_and_from_their_ends() -> None:
     assert num_found(memory, 20) == 3, "nothing goes where it would not be enough"
 
 
-def test_blocks_make_way_for_adapters_too_but_not_where_these_have_a_slab() -> None:
+def test_blocks_make_way_for_adapters_too_but_not_where_these_have_a_limit() -> None:
     memory = make_memory(num_blocks=4, keeps_prefixes=True)
     keep(memory, 10, 4)
     assert not memory.loads.begin(AdapterId(1), facts(150), 0.0)
     assert memory.room.reclaim(0, 150, include_waiting=False, keep=BASE_ADAPTER)
     assert num_found(memory, 10) == 2
     load(memory, 1, 150)
-    apart = make_memory(num_blocks=4, block_bytes=64, slab_bytes=128, keeps_prefixes=True)
+    apart = make_memory(num_blocks=4, block_bytes=64, limit_bytes=128, keeps_prefixes=True)
     keep(apart, 10, 4)
     load(apart, 1, 128)
     assert apart.room.reclaim(2, 0, include_waiting=False, keep=BASE_ADAPTER)

@@ -128,7 +128,7 @@ class Counted(LruPolicy):
 def test_who_needs_one_part_does_not_come_by_what_is_in_the_other() -> None:
     policy = Counted()
     memory = make_memory(
-        num_blocks=16, block_bytes=64, slab_bytes=64 * 8, keeps_prefixes=True, policy=lambda _facts: policy
+        num_blocks=16, block_bytes=64, limit_bytes=64 * 8, keeps_prefixes=True, policy=lambda _facts: policy
     )
     for number in range(8):
         load(memory, 1 + number, 64)
@@ -169,8 +169,8 @@ def test_what_is_pinned_never_makes_way(policy: str) -> None:
     assert memory.evict(A)
 
 
-def test_in_a_slab_it_stays_where_it_is() -> None:
-    memory = make_memory(num_blocks=NUM_BLOCKS, slab_bytes=1024)
+def test_within_a_limit_it_stays_where_it_is() -> None:
+    memory = make_memory(num_blocks=NUM_BLOCKS, limit_bytes=1024)
     for adapter_id in (A, B):
         load(memory, adapter_id, 512)
     memory.pins.pin(A, facts(512))

@@ -130,7 +130,7 @@ class TestRefusals:
         assert not scheduler.has_work()
 
     def test_an_adapter_that_is_larger_than_its_part_of_the_memory(self) -> None:
-        scheduler = make_scheduler(memory=make_memory(num_blocks=8, slab_bytes=2**20))
+        scheduler = make_scheduler(memory=make_memory(num_blocks=8, limit_bytes=2**20))
         request = make_request(1, adapter_id=AdapterId(1), adapter_bytes=2**21)
         wanted = r"takes 2\.00 MiB, but 1\.00 MiB .*--adapter-memory-fraction"
         with pytest.raises(RequestError, match=wanted):

@@ -224,9 +224,9 @@ class TestAdapters:
         assert scheduler.memory.cache.state(adapter) is AdapterState.ABSENT
         assert (request.tally.num_preemptions, request.num_output_tokens) == (0, LONG)
 
-    def test_adapters_with_a_slab_and_reservations_are_apart(self) -> None:
+    def test_adapters_with_a_limit_and_reservations_are_apart(self) -> None:
         scheduler = make_scheduler(
-            memory=make_memory(num_blocks=16, slab_bytes=1024), growth_headroom=0.0, predictor=Guess(LONG)
+            memory=make_memory(num_blocks=16, limit_bytes=1024), growth_headroom=0.0, predictor=Guess(LONG)
         )
         executor = make_executor(scheduler)
         scheduler.add_request(make_request(1, prompt=PROMPT, max_tokens=LONG), 0.0)
@@ -288,10 +288,10 @@ _REQUEST = st.tuples(
 
 @given(st.lists(_REQUEST, min_size=1, max_size=12), st.sampled_from((1, 2)), st.booleans())
 def test_whatever_is_predicted_all_get_their_tokens(
-    sizes: list[tuple[int, int, int, int]], depth: int, has_slab: bool
+    sizes: list[tuple[int, int, int, int]], depth: int, has_limit: bool
 ) -> None:
     """After each turn the account adds up, and only reservable memory is reserved."""
-    memory = make_memory(num_blocks=16, slab_bytes=BLOCK_BYTES * 8 if has_slab else None)
+    memory = make_memory(num_blocks=16, limit_bytes=BLOCK_BYTES * 8 if has_limit else None)
     scheduler = make_scheduler(memory=memory, predictor=Guess(6), growth_headroom=0.1)
     requests = []
     for number, (prompt, max_tokens, predicted, adapter) in enumerate(sizes, start=1):

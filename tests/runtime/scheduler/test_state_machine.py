@@ -50,11 +50,6 @@ REFRESH_S = 20.0  # of policies that cut queues
 OUTCOMES = (Outcome.TOKENS, Outcome.RETRY, Outcome.FAILED)
 
 
-def adapter_of(version: AdapterId) -> AdapterFacts:
-    size = (version - 1) % NUM_ADAPTERS + 1
-    return AdapterFacts(f"content {version}", 8, size * 130, host_bytes=(PAGESIZE,) * size)
-
-
 # Which rows have a forward pass of their own.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one pass": {},
@@ -80,7 +75,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cold_start_share=st.sampled_from([0.0, 0.5, 1.0]),
         cold_seed=st.integers(0, 1000),
         max_cold=st.tuples(st.integers(1, 12), st.integers(1, 3)),
-        slab_bytes=st.none() | st.integers(200, 1200),
+        limit_bytes=st.none() | st.integers(200, 1200),
+        has_pages=st.booleans(),
         host_pages=st.none() | st.integers(NUM_ADAPTERS, 3 * NUM_ADAPTERS),
         is_host_shared=st.booleans(),
         guess_tokens=st.integers(1, 20),
@@ -103,7 +99,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cold_start_share: float,
         cold_seed: int,
         max_cold: tuple[int, int],
-        slab_bytes: int | None,
+        limit_bytes: int | None,
+        has_pages: bool,
         host_pages: int | None,
         is_host_shared: bool,
         guess_tokens: int,
@@ -114,11 +111,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_decode_gap_s: float | None,
     ) -> None:
         capacity_bytes = max(num_blocks * BLOCK_BYTES + spare_bytes, BLOCK_BYTES)
-        if slab_bytes is not None:
-            capacity_bytes = num_blocks * BLOCK_BYTES + slab_bytes
+        if limit_bytes is not None:
+            capacity_bytes = num_blocks * BLOCK_BYTES + limit_bytes
+        self.has_pages = has_pages
+        if has_pages:
+            capacity_bytes -= capacity_bytes % BLOCK_BYTES
         host = None
         if host_pages is not None:
-            is_host_shared &= slab_bytes is None
+            is_host_shared &= limit_bytes is None and not has_pages
             host = HostCache(host_pages * PAGESIZE, is_device_memory=is_host_shared)
         has_queues = self.policy.startswith(("chameleon", "output"))
         self.made_policy = make_policy(
@@ -131,7 +131,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         memory = make_memory(
             num_blocks=num_blocks,
             capacity_bytes=capacity_bytes,
-            slab_bytes=slab_bytes,
+            limit_bytes=limit_bytes,
+            has_pages=has_pages,
             host=host,
             keeps_prefixes=keeps_prefixes,
             num_host_slots=num_host_slots,
@@ -244,7 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             arrival_s=arrival_s,
             adapter_id=self.versions[adapter],
-            adapter=adapter_of(self.versions[adapter]) if adapter else None,
+            adapter=self.facts_of(self.versions[adapter]) if adapter else None,
             ignore_eos=ignore_eos,
             min_tokens=min(2, max_tokens or 2),
             structured_output=StructuredOutput("regex", "a") if is_structured else None,
@@ -344,6 +345,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rooms.append(MemoryRoom(int(share * 10_000), 10_000))
         self.now_s += 40.0 * is_later
 
+    def facts_of(self, version: AdapterId) -> AdapterFacts:
+        size = (version - 1) % NUM_ADAPTERS + 1
+        run_pages = (1, size - 1)[:size] if self.has_pages else ()
+        num_bytes = sum(run_pages) * BLOCK_BYTES or size * 130
+        host_bytes = (PAGESIZE,) * size
+        return AdapterFacts(f"content {version}", 8, num_bytes, host_bytes=host_bytes, run_pages=run_pages)
+
     @rule(adapter=st.integers(1, NUM_ADAPTERS), is_pinned=st.booleans())
     def pin(self, adapter: int, is_pinned: bool) -> None:
         """Pin an adapter if that leaves room for all requests, or unpin it."""
@@ -355,8 +363,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return  # where it would lie, is so small here that nothing else would find room
         elif adapter_id not in pins:
             with contextlib.suppress(RequestError):
-                self.scheduler.check_pin(adapter_of(adapter_id).num_bytes)
-                pins.pin(adapter_id, adapter_of(adapter_id))
+                self.scheduler.check_pin(self.facts_of(adapter_id).num_bytes)
+                pins.pin(adapter_id, self.facts_of(adapter_id))
 
     @precondition(lambda self: self.requests)
     @rule(index=st.integers(0, 50))
@@ -545,7 +553,8 @@ def live_through(
         cold_start_share=rng.choice([0.0, 0.7, 1.0]),
         cold_seed=rng.randint(0, 1000),
         max_cold=(rng.choice([3, 20]), rng.choice([1, 4])),
-        slab_bytes=rng.choice([None, None, 600, 1000]),
+        limit_bytes=rng.choice([None, None, 600, 1000]),
+        has_pages=random.Random(f"pages {seed}").random() < 0.5,
         host_pages=host_rng.choice([None, 4, 6, 10]),
         is_host_shared=host_rng.random() < 0.5,
         guess_tokens=host_rng.choice([1, 1, 1, 5]),

@@ -121,7 +121,7 @@ class _Copier(AdapterCopier):
         self._taken = super().take_lane(is_prefetch=is_prefetch)
         return self._taken
 
-    def memory(self, num_bytes: int, offset_bytes: int | None) -> Any:
+    def memories(self, num_bytes: int, runs: Sequence[range]) -> Any:
         symbolic, stream = as_torch(self.device).symbolic, self._taken.stream
         if self._free:
             old = self._free.pop()
@@ -135,7 +135,7 @@ class _Copier(AdapterCopier):
             names = [f"memory {number}.{part}" for part in range(count)]
         leases = [symbolic.lease(name, stream) for name in names]
         self.newest_memory = SymbolicTensor(leases, num_bytes // len(leases))
-        return as_torch(self.newest_memory)
+        return (as_torch(self.newest_memory),)
 
     def staging(self, lane: Lane, num_bytes: int) -> Any:
         if lane.staging is None:

@@ -91,7 +91,7 @@ class TestTheDefaultOnACpu:
         plan = plan_memory(config, host_facts(900.0, total_gib=10000.0, adapter_gib=3.0), 4096)
         assert plan.num_blocks * BLOCK_BYTES >= 64 * GIB
         many = host_facts(900.0, total_gib=10000.0, adapter_gib=100.0)
-        assert plan_memory(config, many, 4096).slab_bytes == 100 * GIB
+        assert plan_memory(config, many, 4096).adapter_limit_bytes == 100 * GIB
 
     def test_adapters_that_are_not_listed_have_room_like_those_that_are(self) -> None:
         assert needed_adapter_bytes([], 100, 256) == 8 * 64 * 100
@@ -121,25 +121,27 @@ def test_history_holds_a_quarter_of_the_memory_of_a_machine_that_nobody_has_shar
     assert plan_memory(EngineConfig(), facts(kind="cuda"), 100).max_history_blocks is None
 
 
-def test_on_cuda_adapters_have_a_slab_beside_the_blocks() -> None:
+def test_on_cuda_blocks_and_adapters_share_pages() -> None:
     plan = plan_memory(EngineConfig(memory_gib=1.0), facts(kind="cuda"), 4096)
-    assert plan.capacity_bytes == GIB
-    assert (plan.slab_bytes, plan.num_blocks) == (GIB // 4, 768)
-    asked = EngineConfig(memory_gib=1.0, adapter_memory_fraction=0.6)
-    plan = plan_memory(asked, facts(kind="cuda"), 4096)
-    assert plan.slab_bytes is not None
-    assert plan.slab_bytes + plan.num_blocks * BLOCK_BYTES <= plan.capacity_bytes == GIB
-    assert plan.num_blocks == 409
-    assert plan_memory(asked, facts(), 4096).slab_bytes is None
-    config = EngineConfig(memory_gib=1.0, adapter_memory_fraction=0.75, max_model_len=4097)
+    assert (plan.num_pages, plan.num_blocks, plan.adapter_limit_bytes) == (1024, 1024, None)
+    uneven = replace(facts(kind="cuda"), block_bytes=BLOCK_BYTES - 1)
+    plan = plan_memory(EngineConfig(memory_gib=1.0), uneven, 4096)
+    assert plan.num_pages == 1024 and plan.capacity_bytes == 1024 * (BLOCK_BYTES - 1)
+    assert plan_memory(EngineConfig(memory_gib=1.0), facts(), 4096).num_pages is None
+    few = EngineConfig(memory_gib=1.0, max_num_seqs=2, prefix_cache="off")
+    plan = plan_memory(few, facts(kind="cuda"), 160)
+    assert (plan.num_pages, plan.num_blocks) == (1024, 2 * 10), "adapters have the rest"
+    split = EngineConfig(
+        memory_gib=1.0, memory_policy="static-split", adapter_memory_fraction=0.75, max_model_len=4097
+    )
     with pytest.raises(ResourceError, match=r"0\.25 GiB hold the KV of 4096 tokens"):
-        plan_memory(config, facts(kind="cuda"), 4097)
+        plan_memory(split, facts(kind="cuda"), 4097)
 
 
 def test_and_under_policies_that_split_the_memory() -> None:
     asked = EngineConfig(memory_gib=1.0, memory_policy="static-split", adapter_memory_fraction=0.5)
     plan = plan_memory(asked, facts(), 4096)
-    assert (plan.slab_bytes, plan.num_blocks) == (GIB // 2, 512)
+    assert (plan.adapter_limit_bytes, plan.num_blocks) == (GIB // 2, 512)
     # Without --max-model-len the context becomes what fits.
     assert plan_memory(asked, facts(), 512 * 16 + 1).max_model_len == 512 * 16
     config = replace(asked, max_model_len=512 * 16 + 1)

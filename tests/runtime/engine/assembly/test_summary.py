@@ -75,7 +75,7 @@ def test_says_that_nothing_was_measured() -> None:
     assert "co-execution is off" in summary_lines(failed, [], {}, "")[-1]
 
 
-def test_what_fits_is_counted_in_the_slab_if_there_is_one() -> None:
+def test_what_fits_is_counted_in_what_adapters_have_alone() -> None:
     adapters = [adapter(str(i), 8, 4) for i in range(3)]
     apart = msgspec.structs.replace(INFO, adapter_memory_bytes=4 * MIB)
     *_, memory, _, last = summary_lines(apart, adapters, {}, "")
