@@ -52,7 +52,7 @@ def plan_engine_memory(
     max_model_len = max_model_len_of(config, loaded.config, loaded.max_exact_len)
     free_bytes = assemble.free_bytes(device, host_bytes)
     if device.type == "cuda":
-        free_bytes -= assemble.load_buffer_bytes(loaded, config.max_lora_rank)
+        free_bytes = max(0, free_bytes - assemble.load_buffer_bytes(loaded, config.max_lora_rank))
     device_facts = DeviceFacts(
         type=device.type,
         free_bytes=free_bytes,
