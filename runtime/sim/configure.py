@@ -150,6 +150,7 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
         max_num_batched_tokens=config.step_tokens(device_type),
         max_num_seqs=config.max_num_seqs,
         separate_assisted_rows=device_type == "cuda",
+        has_pages=device_type == "cuda",
         max_rank=max(budget.rank for budget in profile.budgets),
     )
 

@@ -267,7 +267,8 @@ def _make_memory(
 ) -> DeviceMemory:
     model, host_bytes = machine.model, options.host_adapter_bytes
     sizes = MemorySizes(
-        capacity_bytes=machine.memory_bytes,
+        capacity_bytes=machine.budget_bytes,
+        has_pages=machine.has_pages,
         num_blocks=machine.num_blocks,
         block_size=machine.block_size,
         block_bytes=machine.block_bytes,

@@ -10,6 +10,7 @@ from ...profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from ..adapter import AdapterFacts, AdapterLayers
 from ..coldstart.link import group_of_layers
 from ..errors import ConfigError
+from ..memory.pages import pack_runs
 
 _PAGE_BYTES = 4096
 
@@ -32,6 +33,7 @@ class SimulatedMachine:
     mix_decode_with_prefill: bool = True  # False: each has a pass of its own
     separate_assisted_rows: bool = False  # they have a pass of their own
     max_rank: int | None = None  # largest measured rank; None = times are set by hand
+    has_pages: bool = False  # KV and adapters have pages of one block, as on CUDA
 
     @property
     def num_blocks(self) -> int:
@@ -42,6 +44,11 @@ class SimulatedMachine:
     def block_bytes(self) -> int:
         """Of one KV block over all layers."""
         return self.block_size * self.kv_bytes_per_token
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of the memory, what KV and adapters can use: whole pages, if it has pages."""
+        return self.num_blocks * self.block_bytes if self.has_pages else self.memory_bytes
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
         """Raise ``ConfigError`` if one is above the largest measured rank."""
@@ -63,12 +70,17 @@ class SimulatedMachine:
         for group, size in zip(group_of_layer, layer_bytes, strict=True):
             group_bytes[group] += size
         rank_sums = tuple(number * rank for number in self.group_targets)
+        run_pages: tuple[int, ...] = ()
+        if self.has_pages:
+            num_matrices = 2 * num_layers * sum(self.group_targets)  # as if all had one size
+            run_pages, _ = pack_runs((-(-num_bytes // num_matrices),) * num_matrices, self.block_bytes)
         return AdapterFacts(
             digest=name,
             rank=rank,
-            num_bytes=num_bytes,
+            num_bytes=sum(run_pages) * self.block_bytes or num_bytes,
             host_bytes=tuple(-(-size // _PAGE_BYTES) * _PAGE_BYTES for size in layer_bytes),
             layers=AdapterLayers((rank_sums,) * num_layers, tuple(group_bytes), group_of_layer),
+            run_pages=run_pages,
         )
 
 

@@ -171,6 +171,7 @@ def _card(
         file_bytes_per_s=2e9,
         max_num_batched_tokens=2048,
         separate_assisted_rows=True,
+        has_pages=True,
     )
 
 
