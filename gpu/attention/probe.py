@@ -37,8 +37,8 @@ def max_probe_error(backend: AttentionBackend, shape: LayerShape) -> float:
     params = AttentionParams(shape.key_dim**-0.5)
     errors = []
     for query_lens, context_lens in (_DECODE, _MIXED):
-        metadata = _metadata(query_lens, context_lens, shape)
-        inputs = _inputs(metadata, shape)
+        metadata = make_metadata(query_lens, context_lens, shape)
+        inputs = make_inputs(metadata, shape)
         copies = [tensor.clone() for tensor in inputs]
         attended = _forward(backend, inputs, metadata, params)
         expected = _forward(TorchAttention(), copies, metadata, params)
@@ -64,7 +64,7 @@ def _forward(
     return backend.forward(query, key, value, key_blocks, value_blocks, metadata, params)
 
 
-def _metadata(
+def make_metadata(
     query_lens: tuple[int, ...], context_lens: tuple[int, ...], shape: LayerShape
 ) -> AttentionMetadata:
     """Metadata of rows that are consecutive in the packed sequence and in the pool."""
@@ -94,10 +94,10 @@ def _metadata(
     )
 
 
-def _inputs(metadata: AttentionMetadata, shape: LayerShape) -> list[torch.Tensor]:
+def make_inputs(metadata: AttentionMetadata, shape: LayerShape) -> list[torch.Tensor]:
     """Query, key, value, key blocks and value blocks, from their own generator."""
     generator = torch.Generator().manual_seed(0)
-    tokens, num_blocks = metadata.num_tokens, metadata.num_rows * metadata.block_tables.shape[1]
+    tokens, num_blocks = metadata.num_tokens, int(metadata.block_tables.max()) + 1
     kv_heads, block_size = shape.kv_heads, shape.block_size
     sizes = (
         (tokens, shape.heads, shape.key_dim),

@@ -8,16 +8,22 @@ import gc
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from ...runtime.config.environment import MAX_CONNECTIONS
 from ...runtime.errors import ConfigError
-from ..device.base import Stream
+from ..device.base import DeviceError, Stream
+from ..device.cuda_driver import load_driver
 from .peer import DONE, GATE, LAG, MAX_STAMPS, NUM_SLOTS, PAYLOADS, PLANTED, READY, STAMPS, WRONG
 from .questions import Findings, rounded
 from .rig import Count, Rig, fill
+
+_UPLOAD_BYTES = (1 << 10, 64 << 10, 2 << 20)
+_MAX_LAUNCHES = 8192
 
 
 def answer(name: str, kind: str, limit_s: float, figures: Findings) -> None:
@@ -166,6 +172,60 @@ def order(rig: Rig, figures: Findings) -> None:
     figures.put("wrong", rounds.wrong())
 
 
+def uploads(rig: Rig, figures: Findings) -> None:
+    """Do copies of memory that is not pinned return while their stream is held? How many launches do?"""
+    for num_bytes in _UPLOAD_BYTES:
+        source, target = torch.ones(num_bytes, dtype=torch.uint8), rig.zeros(num_bytes).view(torch.uint8)
+        with _held(rig):
+            start_s = time.perf_counter()
+            rig.device.launch(rig.main, lambda: _copy(target, source))  # noqa: B023 - called at once
+            took_s = time.perf_counter() - start_s
+            is_queued = rig.load(DONE) == 0
+        figures.put(f"upload of {num_bytes} bytes", {"ms": rounded(took_s * 1e3), "was_queued": is_queued})
+    tensor, number, took_s = rig.zeros(4), 0, 0.0
+    with _held(rig):
+        while rig.load(DONE) == 0 and number < _MAX_LAUNCHES:
+            start_s = time.perf_counter()
+            rig.fill(tensor, 1)
+            took_s = max(took_s, time.perf_counter() - start_s)
+            number += 1
+    figures.put("launches_while_held", number)
+    figures.put("longest_launch_ms", rounded(took_s * 1e3))
+
+
+@contextmanager
+def _held(rig: Rig) -> Iterator[None]:
+    """Hold the main stream inside the block, until a peer releases it after ``hold_s``."""
+    rig.start_peer("release", hold_s=rig.sizes.hold_s)
+    rig.device.wait(rig.main, rig.word(DONE), 1)
+    rig.store(READY, 1)
+    yield
+    rig.synchronize()
+    rig.stop_peer()
+
+
+def capture(rig: Rig, figures: Findings) -> None:
+    """Does a CUDA graph take a signal and a wait, and do both happen when it runs?"""
+    if not torch.cuda.is_available():
+        figures.put("refused", "there are no CUDA graphs here")
+        return
+    driver, graph = load_driver(), torch.cuda.CUDAGraph()
+    ready, done = (driver.device_address(rig.memory.address + offset) for offset in (READY, DONE))
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            stream = torch.cuda.current_stream().cuda_stream
+            driver.write_value(stream, ready, 1)
+            driver.wait_value(stream, done, 1)
+    except (DeviceError, RuntimeError) as error:
+        figures.put("refused", str(error))
+        return
+    rig.start_peer("echo", num_rounds=1)
+    graph.replay()
+    rig.synchronize()
+    torch.cuda.synchronize()
+    figures.put("seen", [rig.load(READY), rig.load(DONE)])
+
+
 class _Rounds:
     """Enqueues rounds of payload and flag, and counts what was wrong."""
 
@@ -225,6 +285,10 @@ class _Rounds:
         self._counts[size].enqueue(self._in[size], sequence)
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
 def _percentiles(values: np.ndarray) -> dict[str, float]:
     at = {f"p{percent}": rounded(float(np.percentile(values, percent))) for percent in (50, 99)}
     return {**at, "max": rounded(float(values.max())), "num": values.size}
@@ -237,4 +301,6 @@ _WORKS = {
     "streams-32": streams,
     "link": link,
     "order": order,
+    "uploads": uploads,
+    "capture": capture,
 }

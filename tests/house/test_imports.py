@@ -77,16 +77,8 @@ _ALLOWED_IMPORTS = {
         "runtime.whole_file",
         "runtime.memory.pages",  # how an adapter is divided into runs of pages: pure
     ),
-    # A program: how its processes begin and end, and what they return.
-    "gpu/check": (
-        "gpu",
-        "shm",
-        "cpu_workers.process_life",
-        "runtime.config",
-        "runtime.errors",
-        "runtime.exit_codes",
-        "runtime.whole_file",
-    ),
+    # A program. It knows all parts, as it starts engines.
+    "gpu/check": ("gpu", "shm", "cpu_workers.process_life", "profiles.models", "runtime"),
     "cpu_workers": ("cpu_workers", "shm"),
     "shm": ("shm",),
     "profiles": ("profiles",),

@@ -122,9 +122,9 @@ class ColdEngine:
         self._gate = threading.Event()
         self._gate.set()
         with pool_with(num_workers, options.get("delta_backend")):
-            self._assembly = build_engine(config, on_progress=lambda _: None, own_process=False)
-        self.core = self._assembly.core
-        self.parts = self._assembly.parts
+            self.assembly = build_engine(config, on_progress=lambda _: None, own_process=False)
+        self.core = self.assembly.core
+        self.parts = self.assembly.parts
         self.scheduler = self.parts.scheduler
         assert self.parts.coexecution is not None
         self.coexecution = self.parts.coexecution
@@ -141,18 +141,18 @@ class ColdEngine:
     def wait_read(self, name: str) -> None:
         """Have what requests for ``name`` wait for be read, as for a mix."""
         deadline_s = time.monotonic() + TIMEOUT_S
-        while self._assembly.adapters.must_wait(name):
+        while self.assembly.adapters.must_wait(name):
             assert time.monotonic() < deadline_s, f"{name} was not read in time"
-            self._assembly.adapters.poll()
+            self.assembly.adapters.poll()
             time.sleep(0.001)
 
     def unregister(self, name: str) -> None:
         """Begin to; its running requests go on."""
-        self._assembly.adapters.handle(RemoveAdapter(next(self._ids), name))
-        self._assembly.adapters.poll()
+        self.assembly.adapters.handle(RemoveAdapter(next(self._ids), name))
+        self.assembly.adapters.poll()
 
     def adapter_id(self, name: str) -> AdapterId:
-        return self._assembly.adapters.resolve(name).adapter_id
+        return self.assembly.adapters.resolve(name).adapter_id
 
     def state(self, name: str) -> AdapterState:
         return self.scheduler.memory.cache.state(self.adapter_id(name))
@@ -301,7 +301,7 @@ class ColdEngine:
 
     def check_nothing_is_held(self) -> None:
         """With all adapters off the device, everything is free."""
-        names = [info.name for info in self._assembly.adapters.infos()]
+        names = [info.name for info in self.assembly.adapters.infos()]
         self.cool(*names)
         memory = self.scheduler.memory
         num_kept_bytes = memory.pool.num_cached_blocks * memory.pool.block_bytes
@@ -336,7 +336,7 @@ class ColdEngine:
 
     def close(self) -> None:
         self._gate.set()
-        self._assembly.close()
+        self.assembly.close()
         if torch.cuda.is_initialized():  # the engine has adopted this thread's stream
             torch.cuda.set_stream(torch.cuda.default_stream())
         torch.set_num_threads(self._before[0])
@@ -410,10 +410,10 @@ class ColdEngine:
         link.begin = held
 
     def _operate(self, message: AddAdapter) -> None:
-        self._assembly.adapters.handle(message)
+        self.assembly.adapters.handle(message)
         deadline_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline_s:
-            for event in self._assembly.adapters.poll():
+            for event in self.assembly.adapters.poll():
                 if isinstance(event, OperationDone) and event.operation_id == message.operation_id:
                     assert event.error is None, event.error
                     return

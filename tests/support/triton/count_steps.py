@@ -7,23 +7,21 @@ support.triton.count_steps MODEL...`` prints one JSON object: the figures of eac
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from corun.gpu.attention import select as attention_select
+from corun.gpu.check.engine import NUM_ROWS, RANKS, SAMPLING, STEPS, Row, StepEngine
 from corun.gpu.device.select import make_device
 from corun.gpu.execution import assemble
-from corun.gpu.execution.executor import AdapterFetch
 from corun.gpu.execution.request_table import RequestState
 from corun.gpu.execution.sampler import SampledRow, Sampler
 from corun.gpu.forward.batch import StepContext
-from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.model import attention_hook
 from corun.gpu.model.attention_hook import MaskFunction, PagedAttentionHook, Sight, read_mask
 from corun.gpu.model.quantization_plan import Quantization
@@ -32,33 +30,14 @@ from corun.gpu.model.skeleton import build_skeleton
 from corun.gpu.model.source import ModelSource, load_config
 from corun.gpu.model.stored_quantization import read_stored_quantization
 from corun.runtime.config.engine import EngineConfig
-from corun.runtime.plan import (
-    BASE_ADAPTER,
-    AdapterId,
-    AdapterTransfer,
-    BlockId,
-    BlockUpdate,
-    NewRequest,
-    Outcome,
-    RequestId,
-    StepId,
-    StepPlan,
-    StepResult,
-    TransferResult,
-)
-from corun.runtime.sampling import SamplingParams
 from support.architectures import ARCHITECTURES, save_model
-from support.executor_device import GREEDY, Ready, load, rows
 from support.stored_formats import fp8_modules, store_in
 from support.triton.counting import FakeCuda, Launch, Work, fake_cuda, load_guard
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoConfig
 
-BLOCK_SIZE = 16
-NUM_BLOCKS = 8192
-RANKS = (8, 16, 32, 64)
-NUM_ROWS = 32
+_NUM_BLOCKS = 8192
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8b": (
@@ -129,30 +108,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-SAMPLING = {
-    "temperature": SamplingParams(temperature=1.0, max_tokens=8),
-    "top_p": SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8),
-    "penalties": SamplingParams(
-        temperature=0.7, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.5, max_tokens=8
-    ),
-    "min_tokens": SamplingParams(temperature=0, min_tokens=7, max_tokens=8, stop_token_ids=(5,)),
-    "logprobs": SamplingParams(temperature=0, logprobs=5, max_tokens=8),
-    "all parameters": SamplingParams(
-        temperature=0.7,
-        top_p=0.9,
-        top_k=50,
-        min_p=0.1,
-        repetition_penalty=1.1,
-        presence_penalty=0.5,
-        frequency_penalty=0.5,
-        min_tokens=7,
-        max_tokens=8,
-        logprobs=5,
-        logit_bias={3: 1.0},
-        allowed_token_ids=tuple(range(9)),
-        bad_words_ids=((7,),),
-    ),
-}
 Figures = dict[str, dict[str, int]]
 
 
@@ -162,16 +117,6 @@ def config_of(model: str, num_layers: int | None = None) -> Any:
     if num_layers is not None:
         values = {**values, "num_hidden_layers": num_layers}
     return AutoConfig.for_model(kind, **values)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a step: ``num_tokens`` at the end of a context."""
-
-    context_len: int
-    num_tokens: int = 1
-    adapter: int | None = None  # an index of the engine's adapters; None = the base model
-    sampling: SamplingParams = GREEDY
 
 
 class _WatchedSampler(Sampler):
@@ -186,90 +131,29 @@ class _WatchedSampler(Sampler):
         return super().sample(logits, states)
 
 
-class CountedEngine:
+class CountedEngine(StepEngine):
     """The product's executor over a model of any size on a GPU that is not there."""
 
     def __init__(
         self, gpu: FakeCuda, config: Any, ranks: Sequence[int] = (), quantized: Path | None = None
     ) -> None:
-        """``ranks``: of its adapters, which have all linears of the layers as targets.
-
-        ``quantized``: a checkpoint in fp8 of the model; None = it has plain linears.
-        """
+        """``quantized``: a checkpoint in fp8 of the model; None = it has plain linears."""
         self._gpu = gpu
-        max_model_len = int(config.get_text_config().max_position_embeddings)
-        self.loaded = _load(config, quantized)
-        self.runner = assemble.make_runner(self.loaded, NUM_BLOCKS)
-        self._adapters = [self._make_adapter(rank) for rank in ranks]
         self._forward = Work()
         sampler = _WatchedSampler(self._begin_sampling)
-        self._executor = assemble.make_executor(
-            self.loaded,
-            self.runner,
-            AdapterFetch(self._fetch, lambda _: None),
-            sampler,
-            max_model_len=max_model_len,
-        )
-        self._num_steps = self._num_requests = 0
-        transfers = [load(n, AdapterId(n)) for n in range(1, len(ranks) + 1)]
-        self._submit(transfers=tuple(transfers))
-        missing, deadline_s = len(transfers), time.monotonic() + 60
-        while missing:
-            assert time.monotonic() < deadline_s, "an adapter has not come"
-            ended = self._executor.poll(timeout_s=1)  # nothing: a load has begun
-            missing -= sum(isinstance(result, TransferResult) for result in ended)
-
-    def _make_adapter(self, rank: int) -> DeviceAdapter:
-        targets = {}
-        for target in self.loaded.target_map.targets:
-            if not (target.is_embedding or target.is_head):
-                a = torch.empty(rank, target.in_features, device=self.runner.device)
-                b = torch.empty(target.out_features, rank, device=self.runner.device)
-                targets[target.index] = self.loaded.lora_backend.pack(a, b, 1.0)
-        return DeviceAdapter(targets)
-
-    def _fetch(self, transfer: AdapterTransfer) -> Ready:
-        return Ready(self._adapters[transfer.adapter_id - 1])
-
-    def _submit(self, *batches: Any, **fields: Any) -> None:
-        self._num_steps += 1
-        self._executor.submit(StepPlan(StepId(self._num_steps), batches, **fields))
+        super().__init__(_load(config, quantized), ranks, num_blocks=_NUM_BLOCKS, sampler=sampler)
 
     def _begin_sampling(self) -> None:
         self._forward = self._gpu.take()
 
     def count(self, batch: Sequence[Row]) -> tuple[Work, Work]:
-        """Count the forward pass of a step, and its sampling. Rows of one token are answers."""
-        ids = [RequestId(self._num_requests + i) for i in range(len(batch))]
-        self._num_requests += len(batch)
-        self._submit(
-            new_requests=tuple(_announce(i, row) for i, row in zip(ids, batch, strict=True)),
-            block_updates=tuple(_blocks(i, row) for i, row in zip(ids, batch, strict=True)),
-        )
-        is_decode = all(row.num_tokens == 1 for row in batch)
-        for earlier in (1, 0) if is_decode else (0,):
-            self._gpu.begin()
-            self._submit(
-                rows(
-                    *(
-                        (i, row.context_len - row.num_tokens - earlier, row.num_tokens, True)
-                        for i, row in zip(ids, batch, strict=True)
-                    )
-                )
-            )
-            self._check_tokens(len(batch))
-        sampling = self._gpu.take()
-        self._submit(ended_requests=tuple(ids))
-        return self._forward, sampling
-
-    def _check_tokens(self, num_rows: int) -> None:
-        (step,) = (r for r in self._executor.poll() if isinstance(r, StepResult) and r.rows)
-        failed = [row for row in step.rows if row.outcome is not Outcome.TOKENS]
-        assert len(step.rows) == num_rows and not failed, failed[:1]
-
-    def close(self) -> None:
-        self._executor.close()
-        self.loaded.close()
+        """Count the forward pass of a step, and its sampling."""
+        with self.requests(batch) as compute:
+            is_decode = all(row.num_tokens == 1 for row in batch)
+            for step in (0, 1) if is_decode else (0,):
+                self._gpu.begin()
+                compute(step)
+            return self._forward, self._gpu.take()
 
 
 def num_rounds(launch: Launch, longest: int) -> int:
@@ -289,17 +173,6 @@ def _ceil(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _announce(request_id: RequestId, row: Row) -> NewRequest:
-    adapter = BASE_ADAPTER if row.adapter is None else AdapterId(row.adapter + 1)
-    known = row.context_len - (row.num_tokens == 1)
-    return NewRequest(request_id, (1,) * known, row.sampling, adapter)
-
-
-def _blocks(request_id: RequestId, row: Row) -> BlockUpdate:
-    num_blocks = -(-(row.context_len + 1) // BLOCK_SIZE)
-    return BlockUpdate(request_id, 0, tuple(BlockId(i % NUM_BLOCKS) for i in range(num_blocks)))
-
-
 def _load(config: Any, quantized: Path | None) -> assemble.LoadedModel:
     """The model without values, and with what a start chooses on a GPU."""
     context = StepContext()
@@ -315,7 +188,7 @@ def _load(config: Any, quantized: Path | None) -> assemble.LoadedModel:
             linears = QuantizedModules(source, config, planned)
             model = linears.load_rest(torch.bfloat16, torch.device("cpu"), hook.name)
     _move_to_gpu(model)
-    engine = EngineConfig(model="counted", device="cuda", dtype="bfloat16", block_size=BLOCK_SIZE)
+    engine = EngineConfig(model="counted", device="cuda", dtype="bfloat16")
 
     def read_on_cpu(mask: MaskFunction, local_size: int | None, _device: str) -> Sight:
         return read_mask(mask, local_size)
@@ -370,14 +243,6 @@ def figures(forward: Work, sampling: Work, longest: int) -> dict[str, int]:
     return counts
 
 
-LAST = NUM_ROWS - 1  # the number of an adapter of the largest rank
-STEPS = {
-    "base": [Row(512)] * NUM_ROWS,
-    "adapters": [Row(512, adapter=number) for number in range(NUM_ROWS)],
-    "one adapter": [Row(512, adapter=LAST)] * NUM_ROWS,
-    "one long context": [Row(32768), *[Row(512)] * LAST],
-    "prompt": [Row(512, 512, adapter=LAST)],
-}
 _TINY_STEPS = ("base", "adapters")
 # Their forward pass is that of "base".
 SAMPLED_STEPS = {name: [Row(512, sampling=sampling)] * NUM_ROWS for name, sampling in SAMPLING.items()}
