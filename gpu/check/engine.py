@@ -131,7 +131,11 @@ def load_random(
 
     context = StepContext()
     hook = PagedAttentionHook(context)
-    engine = EngineConfig(model="random", device=device.type, dtype="bfloat16")
+    options: dict[str, Any] = {}
+    if device.type == "cpu":  # the control flow: nothing is compiled
+        backends = {"linear": "plain", "attention": "torch", "lora": "torch"}
+        options = {**{f"{part}_backend": name for part, name in backends.items()}, "fused_kernels": "off"}
+    engine = EngineConfig(model="random", device=device.type, dtype="bfloat16", **options)
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,9 +89,9 @@ def answer(name: str, kind: str, limit_s: float, figures: Findings) -> None:
 
 def kernels(device: torch.device, figures: Findings, _until_s: float) -> None:
     """Do the kernels agree with plain torch? Raises ``RuntimeError`` with all that are wrong."""
-    name = "triton" if device.type == "cuda" else "numba"
+    name = _backend(device)
     wrong = []
-    for dtype in (torch.float32, torch.float16, torch.bfloat16)[:: 1 if device.type == "cuda" else 2]:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         short = str(dtype).removeprefix("torch.")
         try:
             select_lora_backend(name, table=LoraTable(1, 2, device), device=device, dtype=dtype)
@@ -110,6 +111,11 @@ def kernels(device: torch.device, figures: Findings, _until_s: float) -> None:
         wrong += [f"{short} attention, {heads}: {e:.3g}" for heads, e in errors.items() if not e <= limit]
     if wrong:
         raise RuntimeError(f"kernels that do not agree with plain torch: {'; '.join(wrong)}")
+
+
+def _backend(device: torch.device) -> str:
+    """The back end of a GPU, and one that compiles nothing for the control flow."""
+    return "triton" if device.type == "cuda" else "torch"
 
 
 def steps(device: torch.device, figures: Findings, until_s: float) -> None:
@@ -214,11 +220,10 @@ def _peaks(engine: StepEngine, size: _Size, figures: Findings) -> None:
 def attention(device: torch.device, figures: Findings, _until_s: float) -> None:
     """Milliseconds of one layer's attention against torch's own, with the shapes of an 8B model."""
     is_cuda = device.type == "cuda"
-    name = "triton" if is_cuda else "numba"
-    backend = select_attention_backend(name, device=device, dtype=torch.bfloat16)
+    backend = select_attention_backend(_backend(device), device=device, dtype=torch.bfloat16)
     dim = 128 if is_cuda else 32
     shape = LayerShape(device, torch.bfloat16, 32, 8, dim, dim)
-    params, scale = AttentionParams(dim**-0.5), 1 if is_cuda else 16
+    params, scale = AttentionParams(dim**-0.5), 1 if is_cuda else 64
     problems = {
         "decode, 32 rows of 512": ((1,) * 32, (512,) * 32),
         "decode, 32 rows of 4096": ((1,) * 32, (4096,) * 32),
@@ -230,11 +235,8 @@ def attention(device: torch.device, figures: Findings, _until_s: float) -> None:
         queries = tuple(-(-length // scale) for length in query_lens)
         contexts = tuple(-(-length // scale) for length in context_lens)
         metadata = make_metadata(queries, contexts, shape)
-        inputs = make_inputs(metadata, shape)
-
-        def ours() -> None:
-            backend.forward(*inputs, metadata, params)  # noqa: B023 - called within this turn
-
+        query, key, value, key_blocks, value_blocks = make_inputs(metadata, shape)
+        ours = partial(backend.forward, query, key, value, key_blocks, value_blocks, metadata, params)
         found = {"corun": _duration(ours, device)}
         if len(set(contexts)) == 1:
             found["torch"] = _duration(_of_torch(queries, contexts, shape), device)
@@ -292,8 +294,10 @@ def profiled(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """What torch's profiler sees of one call; see ``work_of``."""
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities) as seen:
+    if device.type == "cpu":
+        run()
+        return work_of(())
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:  # with the calls of the driver
         run()
         _synchronize(device)
     return work_of(seen.key_averages())
@@ -307,7 +311,7 @@ def work_of(events: Iterable[Any]) -> dict[str, Any]:
     """
     kernels, copies, calls, busy_us = Counter[str](), 0, Counter[str](), 0.0
     for event in events:
-        if event.device_type == torch.autograd.DeviceType.CPU:
+        if event.device_type.name == "CPU":
             if event.key.startswith("cu"):
                 calls[event.key] += event.count
             continue
