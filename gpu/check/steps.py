@@ -55,7 +55,7 @@ class _Size:
 
 def _size(device: torch.device) -> _Size:
     if device.type == "cpu":
-        tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+        tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 256}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         return _Size({**tiny, **heads}, 40, 40, 256, 1 << 16)
     free = torch.cuda.mem_get_info()[0]

@@ -54,8 +54,8 @@ def test_every_step_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "first use of 23 rows",
     }
     assert all(value["ms"] > 0 < value["first_ms"] for value in measured.values())
-    assert measured["adapters"]["counted"] == 15 + 2 * 17 + 7 and "counted" not in measured["temperature"]
-    assert found.values["layers"] == 2 and found.values["parity_error"] < 0.05
+    assert measured["adapters"]["counted"] == 15 + 17 + 7 and "counted" not in measured["temperature"]
+    assert found.values["layers"] == 1 and found.values["parity_error"] < 0.05
     assert found.values["16 rows and a chunk of 512"].keys() == {"together", "apart"}
 
 
