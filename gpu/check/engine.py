@@ -86,13 +86,13 @@ SAMPLING = {
 }
 
 
-class _Ready:
+class Ready:
     """A load of an adapter that is on the device already."""
 
     def __init__(self, adapter: DeviceAdapter) -> None:
         self._adapter = adapter
 
-    def start(self, *, is_gradual: bool, offset_bytes: int | None = None) -> None:
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         """Nothing is copied."""
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
@@ -228,8 +228,8 @@ class StepEngine:
                 targets[target.index] = self.loaded.lora_backend.pack(a, b, 1e-3)
         return DeviceAdapter(targets)
 
-    def _fetch(self, transfer: AdapterTransfer) -> _Ready:
-        return _Ready(self._adapters[transfer.adapter_id - 1])
+    def _fetch(self, transfer: AdapterTransfer) -> Ready:
+        return Ready(self._adapters[transfer.adapter_id - 1])
 
     def _submit(self, *batches: SubBatch, **fields: Any) -> None:
         self._num_steps += 1

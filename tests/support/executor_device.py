@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from corun.gpu.adapters.arrival import AdapterLoad, Copied
+from corun.gpu.check.engine import Ready
 from corun.gpu.execution import assemble
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.execution.row_grammar import MakeMatcher
@@ -38,43 +39,6 @@ from corun.runtime.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 ADAPTER = AdapterId(5)
-
-
-class Ready:
-    """An adapter that is on the device as soon as it is fetched."""
-
-    def __init__(self, adapter: DeviceAdapter) -> None:
-        self._adapter = adapter
-
-    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
-        """Nothing is copied."""
-
-    def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
-        """Nothing is read."""
-
-    def is_read(self) -> bool:
-        return True
-
-    def reading(self) -> None:
-        """Nothing is read."""
-
-    def enqueue_all(self) -> None:
-        """Nothing is left."""
-
-    def advance(self) -> None:
-        """Nothing is left."""
-
-    def num_arrived(self) -> int:
-        return 1
-
-    def is_done(self) -> bool:
-        return True
-
-    def finish(self) -> DeviceAdapter:
-        return self._adapter
-
-    def cancel(self) -> None:
-        """Nothing is borrowed."""
 
 
 class Arriving(Copied):
