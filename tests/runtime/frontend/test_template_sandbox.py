@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 from corun.runtime.errors import RequestError
-from corun.runtime.frontend.chat_template import RENDER_ERRORS, ChatTemplate
+from corun.runtime.frontend.chat_template import RENDER_ERRORS, ChatTemplate, Sandbox
 from corun.runtime.frontend.template_limits import TemplateTimeoutError, TemplateTooLongError, template_limits
-from corun.runtime.frontend.template_sandbox import Sandbox
 from corun.runtime.limits import TemplateLimits
 from jinja2.exceptions import SecurityError, TemplateError
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from corun.runtime.server.response_items import ItemAssembler
+from corun.runtime.server.response_endpoint import ItemAssembler
 from corun.runtime.server.response_objects import ResponseObject
 from corun.runtime.tools.parts import AnswerPart, CallHead, PartKind
 
