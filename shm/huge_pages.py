@@ -6,12 +6,17 @@ It affects only speed: if the kernel refuses, this is logged and ignored.
 import ctypes
 import errno
 import logging
+import mmap
 import os
+import threading
+import weakref
+from typing import Any
 
 _LOG = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
-MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE = 14, 15, 23  # Linux's
+MADV_DONTNEED, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE = 4, 14, 15, 23  # Linux's
+_FILLED_AT_ONCE = 8 * HUGE_PAGE_BYTES
 
 
 def advise(address: int, num_bytes: int, advice: int) -> None:
@@ -24,3 +29,80 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
         number = ctypes.get_errno()
         name = errno.errorcode.get(number, str(number))
         _LOG.debug("madvise(%d) of %d bytes: %s: %s", advice, num_bytes, name, os.strerror(number))
+
+
+class PagesAhead:
+    """Huge pages that a thread gets from the kernel before they are needed.
+
+    The kernel clears a page when it is first touched. On a virtual machine whose host takes free
+    memory back this is slower than reading a file: 3.5 s for a GiB, against 0.2 s elsewhere.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Begin to fill this many bytes with zeros."""
+        self._num_bytes = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        self._mapping = mmap.mmap(
+            -1, self._num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        mapped = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._offset = -mapped % HUGE_PAGE_BYTES
+        self._address = mapped + self._offset
+        advise(self._address, self._num_bytes, MADV_HUGEPAGE)
+        self._filled = self._taken = 0
+        self._is_ended = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._fill, name="corun-pages-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self, num_bytes: int) -> Any | None:
+        """A buffer of zeros in filled pages, which go back to the kernel with it.
+
+        Returns None, and fills no more, if too few are filled: the caller is as fast by itself.
+        """
+        whole_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        with self._lock:
+            start = self._taken
+            if start + whole_bytes > self._filled:
+                self._is_ended = True
+                return None
+            self._taken += whole_bytes
+        buffer = (ctypes.c_char * num_bytes).from_buffer(self._mapping, self._offset + start)
+        given_back = weakref.finalize(buffer, advise, self._address + start, whole_bytes, MADV_DONTNEED)
+        given_back.atexit = False
+        return buffer
+
+    def close(self) -> None:
+        """Stop, and give back what was not taken. Idempotent."""
+        self._is_ended = True
+        self._thread.join()
+        with self._lock:
+            self._filled = self._taken
+        if self._taken < self._num_bytes:
+            advise(self._address + self._taken, self._num_bytes - self._taken, MADV_DONTNEED)
+
+    def _fill(self) -> None:
+        while not self._is_ended and self._filled < self._num_bytes:
+            num_bytes = min(_FILLED_AT_ONCE, self._num_bytes - self._filled)
+            ctypes.memset(self._address + self._filled, 0, num_bytes)  # releases the GIL
+            self._filled += num_bytes
+
+
+_ahead: list[PagesAhead] = []  # of this process, at most one
+
+
+def begin_pages_ahead(num_bytes: int) -> None:
+    """Let ``take_ahead`` return pages of this process until ``end_pages_ahead``; 0 = none."""
+    assert not _ahead
+    if num_bytes >= HUGE_PAGE_BYTES:
+        _ahead.append(PagesAhead(num_bytes))
+
+
+def take_ahead(num_bytes: int) -> Any | None:
+    """See ``PagesAhead.take``; None also if there are none."""
+    return next((ahead.take(num_bytes) for ahead in tuple(_ahead)), None)
+
+
+def end_pages_ahead() -> None:
+    """Give back what was not taken. Idempotent."""
+    while _ahead:
+        _ahead.pop().close()

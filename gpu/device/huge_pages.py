@@ -9,7 +9,7 @@ import mmap
 
 import torch
 
-from ...shm.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, advise
+from ...shm.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, advise, take_ahead
 
 # A partly filled last huge page is used if it wastes at most this share of the whole.
 _MAX_WASTED_SHARE = 1 / 16
@@ -30,6 +30,8 @@ def zeros(num_bytes: int) -> torch.Tensor:
     whole_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     if whole_bytes - num_bytes <= num_bytes * _MAX_WASTED_SHARE:
         huge_bytes = whole_bytes
+        if (filled := take_ahead(num_bytes)) is not None:
+            return torch.frombuffer(filled, dtype=torch.uint8)
     if huge_bytes == 0:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     size = max(huge_bytes, num_bytes) + HUGE_PAGE_BYTES

@@ -1,5 +1,7 @@
 """Reads facts about a base model from its configuration, without weights."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,9 +9,15 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.base_names import ServedBase
 from ...config.engine import EngineConfig
 from ...errors import ModelError
+from ...machine.devices import load_cuda_driver
 
 if TYPE_CHECKING:
     from ....gpu.model.source import ModelSource
+
+
+_PACKED_SHARES: Mapping[str | None, float] = {None: 1.0, "int8": 0.5, "w8a8": 0.5, "int4": 0.25}
+_LEAST_AHEAD_BYTES = 64 << 20
+_MAX_AHEAD_SHARE = 1 / 3  # of the memory that is available: the file's pages are in memory, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,30 @@ def read_base_model(config: EngineConfig) -> BaseModel:
         kv_bytes_per_token=dtype.itemsize * text.num_hidden_layers * _kv_width(config, text),
         adapter_bytes_per_rank=dtype.itemsize * sum(one.in_features + one.out_features for one in targets),
     )
+
+
+def weights_ahead_bytes(config: EngineConfig, available_bytes: int) -> int:
+    """Return how many bytes a start will at least write for corun's kernels, about.
+
+    0 if that is unknown without a library, or little, or too much to be reserved before it is known
+    to be needed. Files that cannot be read are reported later.
+    """
+    has_kernels = config.linear_backend in ("auto", "numba") and config.quantization in _PACKED_SHARES
+    is_cpu = config.device == "cpu" or (config.device == "auto" and load_cuda_driver() is None)
+    if not has_kernels or not is_cpu or config.model is None:
+        return 0
+    directory = Path(config.model)
+    try:
+        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        files = [*directory.glob("model.safetensors")] or [*directory.glob("model-*-of-*.safetensors")]
+        num_bytes = int(sum(file.stat().st_size for file in files) * _PACKED_SHARES[config.quantization])
+        is_stored = "quantization_config" in fields  # kept or read by readers of their own
+        dtype = fields.get("dtype") or fields.get("torch_dtype") if config.dtype == "auto" else config.dtype
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
+    if is_stored or dtype != "bfloat16" or num_bytes < _LEAST_AHEAD_BYTES:
+        return 0
+    return num_bytes if num_bytes <= available_bytes * _MAX_AHEAD_SHARE else 0
 
 
 def read_served_base(source: "ModelSource") -> ServedBase:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ....shm.huge_pages import begin_pages_ahead, end_pages_ahead
 from ....shm.light_numba import import_numba
 from ....shm.stale import remove_stale_names
 from ...adapters.info import AdapterInfo, num_fitting
@@ -41,6 +42,7 @@ from ..messages import ModelInfo, TokenizerSpec
 from ..stats import cpu_stats
 from ..tokenizer import ModelTokenizer, read_tokenizer
 from .adapter_wiring import adapter_fetch, base_names, make_host_adapters, make_manager, register_adapters
+from .base_model import weights_ahead_bytes
 from .placement import Placement, kept_directory, place_engine, warn_of_what_is_not_kept
 from .resources import ArenaPlan, MemoryPlan
 from .scheduling import make_scheduler
@@ -225,15 +227,19 @@ def build_engine(
     """
     config = with_demo(config)
     on_progress("importing torch, transformers and numba")
-    with _imports(own_process=own_process):
+    with contextlib.ExitStack() as undo:
         if own_process:
-            import_numba()
-        from ....gpu.execution.compilation import compilation_reported
-        from ....gpu.without_compiler import without_compiler
+            begin_pages_ahead(weights_ahead_bytes(config, read_machine_facts().memory_available_bytes))
+            undo.callback(end_pages_ahead)
+        with _imports(own_process=own_process):
+            if own_process:
+                import_numba()
+            from ....gpu.execution.compilation import compilation_reported
+            from ....gpu.without_compiler import without_compiler
 
-    alone = without_compiler() if own_process else contextlib.nullcontext()
-    with compilation_reported(on_progress), alone:
-        built = _build(config, on_progress, own_policies, own_process=own_process)
+        alone = without_compiler() if own_process else contextlib.nullcontext()
+        with compilation_reported(on_progress), alone:
+            built = _build(config, on_progress, own_policies, own_process=own_process)
     if own_process:
         keep_living()
         give_back_unused()
@@ -283,6 +289,7 @@ def _build(
         trust_remote_code=config.trust_remote_code,
     )
     loaded = assemble.load(source, config, on_progress, placement.background_cpus, kept_directory())
+    end_pages_ahead()  # before free memory is divided
     try:
         on_progress("comparing logits with transformers, or reading the kept verdict (parity probe)")
         may_choose = own_process and config.cpu_threads is None

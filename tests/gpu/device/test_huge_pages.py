@@ -2,12 +2,14 @@
 
 import gc
 import os
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from corun.gpu.device import huge_pages
+from corun.shm import huge_pages as huge_pages_ahead
 from corun.shm.huge_pages import HUGE_PAGE_BYTES
 
 MIB = 1 << 20
@@ -41,6 +43,59 @@ def test_little_memory_is_held_in_vain_and_all_is_given_back() -> None:
     del part
     gc.collect()
     assert psutil.Process().memory_info().rss - before < num * MIB
+
+
+def filled(ahead: huge_pages_ahead.PagesAhead) -> huge_pages_ahead.PagesAhead:
+    deadline_s = time.monotonic() + 60
+    while ahead._filled < ahead._num_bytes and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return ahead
+
+
+def test_pages_that_are_filled_ahead_are_zeros_and_all_are_given_back() -> None:
+    before = psutil.Process().memory_info().rss
+    ahead = filled(huge_pages_ahead.PagesAhead(64 * MIB))
+    parts = [ahead.take(3 * MIB), ahead.take(16 * MIB), ahead.take(16 * MIB)]
+    tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+    del parts
+    assert [one.numel() // MIB for one in tensors] == [3, 16, 16]
+    for number, one in enumerate(tensors):
+        assert not one.any() and one.data_ptr() % HUGE_PAGE_BYTES == 0
+        one.fill_(number + 1)
+    assert ahead.take(32 * MIB) is None, "they are not filled"
+    ahead.close()
+    assert ahead.take(2 * MIB) is None
+    for number, one in enumerate(tensors):
+        assert int(one.min()) == int(one.max()) == number + 1
+    assert psutil.Process().memory_info().rss - before < 40 * MIB  # 36 are held
+    part = tensors.pop()[-4096:]
+    del tensors, one
+    gc.collect()
+    assert psutil.Process().memory_info().rss - before < 20 * MIB
+    assert int(part.min()) == 3
+    del ahead  # a view keeps the mapping
+    gc.collect()
+    assert int(part.max()) == 3
+
+
+def test_zeros_are_taken_from_pages_that_are_filled_ahead() -> None:
+    huge_pages_ahead.begin_pages_ahead(0)
+    assert huge_pages_ahead.take_ahead(2 * MIB) is None
+    huge_pages_ahead.begin_pages_ahead(32 * MIB)
+    try:
+        ahead = filled(huge_pages_ahead._ahead[0])
+        huge_pages.zeros(4096)
+        huge_pages.zeros(2 * MIB + 4096)  # a second page would be held for nothing
+        assert ahead._taken == 0
+        tensor = huge_pages.zeros(16 * MIB)
+        assert ahead._taken == 16 * MIB
+        assert not tensor.any()
+        tensor.fill_(1)
+        assert not huge_pages.zeros(32 * MIB).any(), "these are other pages"
+    finally:
+        huge_pages_ahead.end_pages_ahead()
+    assert not huge_pages.zeros(16 * MIB).any()
+    assert int(tensor.min()) == 1
 
 
 def test_pages_are_huge() -> None:

@@ -16,6 +16,7 @@ from corun.gpu.execution import assemble
 from corun.runtime.adapters.target_map import TargetMap
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly import build, scheduling, sizes
+from corun.runtime.engine.assembly.base_model import weights_ahead_bytes
 from corun.runtime.engine.assembly.profiling import ProfileListener, run_profile
 from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.engine.heartbeat import Heartbeat
@@ -382,3 +383,35 @@ def test_a_model_that_adapters_cannot_change_is_served(
     with ThreadPoolExecutor(1) as alone, pytest.raises(ModelError, match="nothing to measure"):
         alone.submit(run_profile, config, None, listener).result()
     torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({}, 1.0),
+        ({"quantization": "int8"}, 0.5),
+        ({"quantization": "int4"}, 0.25),
+        ({"quantization": "off"}, 0.0),
+        ({"dtype": "float32"}, 0.0),
+        ({"linear_backend": "onednn"}, 0.0),
+        ({"device": "cuda"}, 0.0),
+        ({"model": "owner/name"}, 0.0),
+    ],
+)
+def test_pages_are_filled_ahead_only_for_weights_that_need_them(
+    tmp_path: Path, options: dict[str, Any], share: float
+) -> None:
+    size = 1 << 30
+    config_file, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config_file.write_text('{"torch_dtype": "bfloat16"}')
+    weights.touch()
+    os.truncate(weights, size)  # a hole
+    (tmp_path / "consolidated.safetensors").write_bytes(b"the same weights once more")
+    given = EngineConfig(**{"model": str(tmp_path), "device": "cpu"} | options)
+    assert weights_ahead_bytes(given, 4 * size) == int(size * share)
+    assert weights_ahead_bytes(given, int(2.9 * size * share)) == 0, "too much of what is free"
+    weights.rename(tmp_path / "model-00001-of-00001.safetensors")
+    assert weights_ahead_bytes(given, 4 * size) == int(size * share)
+    for text in ('{"dtype": "bfloat16", "quantization_config": {}}', '{"dtype": "float16"}', "[]", "{", ""):
+        config_file.write_text(text)
+        assert weights_ahead_bytes(given, 4 * size) == 0
