@@ -87,8 +87,8 @@ class MachineModel:
     host_row_s: float = 0.0  # of each row of any kind
     prefill_s_per_token_key: float = 0.0  # per pair of a prefill token and a key
     decode_s_per_key: float = 0.0
-    # Reading of the base weights, which hides arithmetic of prefill; 0 where the curve, which is
-    # then flat at first, contains it.
+    # Reading of the base weights, or launching, which hides arithmetic of prefill; 0 where the curve,
+    # which is then flat at first, contains it.
     read_s: float = 0.0
     # Time of the engine's core around a step, while the device is idle, and per row.
     turn_s: float = 0.0

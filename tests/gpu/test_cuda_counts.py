@@ -7,6 +7,7 @@ import json
 
 import pytest
 from corun.gpu.check.steps import COUNTED, COUNTED_SAMPLING
+from corun.runtime.sim.papers.machines import LAUNCHES, LORA_LAUNCHES
 from support.architectures import ARCHITECTURES
 from support.triton.program import cxx_compiler, run_triton_program
 
@@ -51,10 +52,11 @@ def test_a_step_of_an_8b_model(llama: Figures, step: str) -> None:
     assert tuple(llama[step][name] for name in _COUNTED) == _LLAMA_8B[step]
 
 
-def test_the_check_of_a_gpu_expects_what_is_counted() -> None:
+def test_the_check_and_simulated_gpus_expect_what_is_counted() -> None:
     expected = {step: outside + 32 * of_layer for step, (outside, of_layer) in COUNTED.items()}
     assert expected == {step: _LLAMA_8B[step][0] for step in COUNTED}
     assert _LLAMA_8B["base"][1] == COUNTED_SAMPLING
+    assert (expected["base"], expected["adapters"]) == (LAUNCHES, LAUNCHES + LORA_LAUNCHES)
 
 
 # q and k are normed with their rotation, and Gemma's norms behind a module with the sum.

@@ -110,6 +110,18 @@ _SLOW_8B = _with_slow_link(_LLAMA_8B)
 _WIDTHS_8B = (18432, 8192, 36864, 18432)
 _ASSISTED_8B = _with_workers(_LLAMA_8B, _WIDTHS_8B)
 _CORE_BYTES_PER_S = 10e9  # by hand: of a core with 15 others beside it
+# Counted without a GPU, of Llama 8B (tests/gpu/test_cuda_counts.py): launches of a forward pass,
+# what adapters add to them, and launches of the sampler, which the host awaits once.
+LAUNCHES = 303
+LORA_LAUNCHES = 256
+_SAMPLER_LAUNCHES = 7
+_WAIT_S = 20e-6  # by hand
+# The host's time per launch, on the H100 of bench/RESULTS.md: a decode step took 23.2 ms with 1,269
+# launches, and with adapters 15.3 ms more with 448 more.
+_LAUNCH_S = 18e-6
+_LORA_LAUNCH_S = 34e-6
+# Operations of an assisted pass, counted: 1,248 for 4 groups of 32 layers; the time of each by hand.
+_INVOCATION_S = 1248 / (4 * 32) * 10e-6
 
 
 def _card(
@@ -123,11 +135,14 @@ def _card(
     """A server with Llama 8B on a GPU, and 16 CPU workers.
 
     Times follow from shapes and these rates, which are set by hand, about as they are reached.
-    Weights, KV and adapters are read once per pass. Rows with deltas from workers have a pass of
-    their own, as in the CUDA engine.
+    Weights, KV and adapters are read once per pass. The host launches beside the device, so a pass
+    takes the longer of both. Rows with deltas from workers have a pass of their own, as in the CUDA
+    engine.
     """
     shape, per_rank = LLAMA_8B, _LLAMA_8B.adapter_bytes_per_rank
     num_bytes = 2 * shape.num_layers * shape.layer_values  # and as many operations per token
+    device_s, launching_s = num_bytes / bytes_per_s, LAUNCHES * _LAUNCH_S
+    with_lora_s = launching_s + LORA_LAUNCHES * _LORA_LAUNCH_S
     groups = tuple(
         GroupModel(
             f"group {index}",
@@ -145,19 +160,20 @@ def _card(
         num_layers=shape.num_layers,
         step_s=_read_or_multiply(num_bytes, bytes_per_s, flop_per_s),
         groups=groups,
-        invocation_s=20e-6,  # by hand, as all that follow
+        invocation_s=_INVOCATION_S,
         lora=LoraModel(
             decode_s_per_byte=1.0 / bytes_per_s,
-            decode_fixed_s=0.0,
+            decode_fixed_s=max(device_s, with_lora_s) - max(device_s, launching_s),
             prefill_s_per_token_byte=1.0 / flop_per_s,
             prefill_fixed_s=0.0,
             prefill_s_per_byte=1.0 / bytes_per_s,
         ),
-        link=LinkModel(link_bytes_per_s, 20e-6),
+        link=LinkModel(link_bytes_per_s, 20e-6),  # by hand, as the workers and the time of a row
         num_workers=16,
         tokens_per_worker=16,
-        host_step_s=3e-3,
+        host_step_s=_SAMPLER_LAUNCHES * _LAUNCH_S + _WAIT_S,
         host_row_s=0.02e-3,
+        read_s=launching_s,
         prefill_s_per_token_key=4.0 * shape.hidden * shape.num_layers / flop_per_s,
         decode_s_per_key=shape.kv_bytes_per_token / bytes_per_s,
     )

@@ -5,6 +5,7 @@ from corun.profiles.step_time import forward_s
 from corun.runtime.coldstart.cold import EMPTY, AdapterShape, ColdRequest, layer_times
 from corun.runtime.sim.machines import Factors, slowed
 from corun.runtime.sim.papers.machines import MACHINES
+from corun.runtime.sim.papers.shapes import LLAMA_8B
 
 
 def test_the_hand_set_machines_take_what_they_are_set_to() -> None:
@@ -93,6 +94,26 @@ def test_four_a100s_take_what_is_set_after_loraserve() -> None:
     ranks_of_tokens = 1001 * 8 + 128
     assert exact_s == pytest.approx(10e-3 + 90e-6 * (1002 + 2 * ranks_of_tokens / 128) + keys_s)
     assert MACHINES["tp4-llama7b-padded"].num_blocks * 16 == 100_000
+
+
+def test_a_gpu_takes_the_longer_of_launching_and_reading() -> None:
+    """Adapters cost launches where the host is slower, and only their bytes where the device is."""
+    once_s = 7 * 18e-6 + 20e-6 + 32 * 0.02e-3  # the sampler, its wait, and the rows
+    shares = {}
+    for name, bytes_per_s in (("a10-llama8b", 600e9), ("h100-llama8b", 3.35e12)):
+        base_s, with_s = (step_s(name, *[(1, 511, rank)] * 32) for rank in (0, 16))
+        keys_s = 32 * 512 * MACHINES[name].kv_bytes_per_token / bytes_per_s
+        read_s = 2 * 32 * LLAMA_8B.layer_values / bytes_per_s
+        launch_s = 303 * 18e-6
+        assert base_s == pytest.approx(max(read_s, launch_s) + keys_s + once_s)
+        adapters_s = 32 * 16 * 5_100_000 / bytes_per_s
+        launch_s += 256 * 34e-6
+        assert with_s == pytest.approx(max(read_s, launch_s) + keys_s + once_s + adapters_s)
+        shares[name] = read_s / launch_s
+    assert shares["a10-llama8b"] > 1 > shares["h100-llama8b"]
+    h100 = MACHINES["h100-llama8b"]
+    assert h100.model.invocation_s == pytest.approx(97.5e-6)
+    assert (h100.max_num_batched_tokens, h100.separate_assisted_rows) == (2048, True)
 
 
 def test_machines_that_nobody_measured_say_so_and_are_larger_or_smaller() -> None:
