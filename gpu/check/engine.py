@@ -86,7 +86,7 @@ SAMPLING = {
 }
 
 
-class Ready:
+class ReadyLoad:
     """A load of an adapter that is on the device already."""
 
     def __init__(self, adapter: DeviceAdapter) -> None:
@@ -228,8 +228,8 @@ class StepEngine:
                 targets[target.index] = self.loaded.lora_backend.pack(a, b, 1e-3)
         return DeviceAdapter(targets)
 
-    def _fetch(self, transfer: AdapterTransfer) -> Ready:
-        return Ready(self._adapters[transfer.adapter_id - 1])
+    def _fetch(self, transfer: AdapterTransfer) -> ReadyLoad:
+        return ReadyLoad(self._adapters[transfer.adapter_id - 1])
 
     def _submit(self, *batches: SubBatch, **fields: Any) -> None:
         self._num_steps += 1

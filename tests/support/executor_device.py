@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from corun.gpu.adapters.arrival import AdapterLoad, Copied
-from corun.gpu.check.engine import Ready
+from corun.gpu.check.engine import ReadyLoad
 from corun.gpu.execution import assemble
 from corun.gpu.execution.executor import AdapterFetch, DeviceExecutor
 from corun.gpu.execution.row_grammar import MakeMatcher
@@ -126,7 +126,7 @@ class ExecutorDevice:
         self.host_log.append(f"fetch {transfer.transfer_id}")
         if isinstance(self.adapter, Exception):
             raise self.adapter
-        return self.adapter if isinstance(self.adapter, Arriving) else Ready(self.adapter)
+        return self.adapter if isinstance(self.adapter, Arriving) else ReadyLoad(self.adapter)
 
     def submit(self, *batches: SubBatch, **fields: Any) -> None:
         self._num_steps += 1

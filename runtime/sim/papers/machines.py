@@ -143,23 +143,10 @@ def _card(
     num_bytes = 2 * shape.num_layers * shape.layer_values  # and as many operations per token
     device_s, launching_s = num_bytes / bytes_per_s, LAUNCHES * _LAUNCH_S
     with_lora_s = launching_s + LORA_LAUNCHES * _LORA_LAUNCH_S
-    groups = tuple(
-        GroupModel(
-            f"group {index}",
-            _read_or_multiply(base_bytes, bytes_per_s, flop_per_s),
-            CurveFamily(
-                (0.0, float(num_targets)),
-                (Curve((0.0,), (0.0,)), _read_or_multiply(2.0 * width, _CORE_BYTES_PER_S, core_flop_per_s)),
-            ),
-        )
-        for index, (base_bytes, width, num_targets) in enumerate(
-            zip(shape.group_bytes, _WIDTHS_8B, _LLAMA_8B.group_targets, strict=True)
-        )
-    )
     model = MachineModel(
         num_layers=shape.num_layers,
         step_s=_read_or_multiply(num_bytes, bytes_per_s, flop_per_s),
-        groups=groups,
+        groups=_card_groups(bytes_per_s, flop_per_s, core_flop_per_s),
         invocation_s=_INVOCATION_S,
         lora=LoraModel(
             decode_s_per_byte=1.0 / bytes_per_s,
@@ -188,6 +175,23 @@ def _card(
         max_num_batched_tokens=2048,
         separate_assisted_rows=True,
         has_pages=True,
+    )
+
+
+def _card_groups(bytes_per_s: float, flop_per_s: float, core_flop_per_s: float) -> tuple[GroupModel, ...]:
+    """The input groups of a layer, on the GPU and on one core."""
+    return tuple(
+        GroupModel(
+            f"group {index}",
+            _read_or_multiply(base_bytes, bytes_per_s, flop_per_s),
+            CurveFamily(
+                (0.0, float(num_targets)),
+                (Curve((0.0,), (0.0,)), _read_or_multiply(2.0 * width, _CORE_BYTES_PER_S, core_flop_per_s)),
+            ),
+        )
+        for index, (base_bytes, width, num_targets) in enumerate(
+            zip(LLAMA_8B.group_bytes, _WIDTHS_8B, _LLAMA_8B.group_targets, strict=True)
+        )
     )
 
 
