@@ -276,6 +276,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     load: EngineLoadState | None = None  # None = not published yet
     is_memory_short: bool = False  # of the machine: idle KV and adapters are evicted
     relieved_bytes: int = 0  # of these evictions so far
+    num_loads_without_run: int = 0  # enough pages were free, but too few adjacent ones
+    num_extents_evicted: int = 0  # groups of pages, for such loads
     decode_gap_bound_s: float = 0.0  # of the last step that had one
     num_unreadable_adapters: int = 0  # entries of --lora-dir that cannot be read
     lora_dir_unseen_s: int = 0  # since --lora-dir was looked at last, if that is 30 s or more

@@ -172,6 +172,8 @@ def engine_stats(
         load=load_state(scheduler, work),
         is_memory_short=memory.is_short,
         relieved_bytes=memory.relieved_bytes,
+        num_loads_without_run=memory.num_loads_without_run,
+        num_extents_evicted=memory.num_extents_evicted,
         decode_gap_bound_s=scheduler.decode_gap.bound_s,
     )
 

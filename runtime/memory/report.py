@@ -34,11 +34,14 @@ class MemoryReport:
     link: Mapping[LinkKey, LinkTotals]  # empty if the device reads adapters in the host's memory
     is_short: bool  # of memory of the machine
     relieved_bytes: int
+    num_loads_without_run: int  # as ``Pages``; 0 without pages, as the next
+    num_extents_evicted: int
 
 
 def memory_report(memory: DeviceMemory, now_s: float) -> MemoryReport:
     """Return the report. O(adapters on the device or waited for)."""
     pool, cache, host, relief = memory.pool, memory.cache, memory.host, memory.relief
+    pages = cache.pages
     evictions: dict[str, Mapping[EvictionReason, int]] = {"device": cache.log.evictions}
     if host is not None:
         evictions["host"] = host.evictions
@@ -57,6 +60,8 @@ def memory_report(memory: DeviceMemory, now_s: float) -> MemoryReport:
         link={} if is_in_place else memory.transfers.link_use.totals(now_s),
         is_short=relief.is_active,
         relieved_bytes=relief.num_bytes,
+        num_loads_without_run=0 if pages is None else pages.num_loads_without_run,
+        num_extents_evicted=0 if pages is None else pages.num_extents_evicted,
     )
 
 

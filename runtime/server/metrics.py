@@ -123,6 +123,14 @@ def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
     yield families.count(
         "memory_given_way_bytes", "Idle KV and adapters evicted for that.", stats.relieved_bytes
     )
+    yield families.count(
+        "adapter_loads_without_run",
+        "Loads for which enough pages were free, but too few adjacent ones.",
+        stats.num_loads_without_run,
+    )
+    yield families.count(
+        "memory_extents_evicted", "Groups of pages evicted for such loads.", stats.num_extents_evicted
+    )
     yield families.gauge("invalid_kv_bytes", "KV on the device without its adapter.", stats.invalid_kv_bytes)
 
 

@@ -9,6 +9,7 @@ from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.grant import Grant
 from corun.runtime.memory.pages import Pages, pack_runs
+from corun.runtime.memory.report import memory_report
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, AdapterTransfer, BlockId, TransferResult
 from hypothesis import given
 from hypothesis import strategies as st
@@ -234,7 +235,8 @@ def test_a_load_without_a_run_evicts_a_whole_extent() -> None:
     assert not memory.room.has_adapter_room(adapter_of(3)) and memory.room.has_adapter_room(adapter_of(2))
     assert memory.room.make_adapter_room(adapter_of(3), include_waiting=False)
     assert pages.taken_pages(range(12)) == [2, 8, 9, 10, 11], "the extent of the next one"
-    assert (pages.num_loads_without_run, pages.num_extents_evicted) == (1, 1)
+    report = memory_report(memory, 0.0)
+    assert (report.num_loads_without_run, report.num_extents_evicted) == (1, 1)
     assert memory.loads.begin(AdapterId(1), adapter_of(3), 0.0) is not None
     memory.check_invariants()
 

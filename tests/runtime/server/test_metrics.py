@@ -232,12 +232,16 @@ def test_evictions_show_in_the_metrics(http: httpx.Client, engine: Any) -> None:
     engine.stats = EngineStats(
         adapter_evictions={"device": {"kv": 3, "dropped": 1}, "host": {"adapter": 2}},
         adapter_loads={"host_to_device": LoadStats(4, 0.5)},
+        num_loads_without_run=5,
+        num_extents_evicted=6,
     )
     samples = read_metrics(http)
     name, model = "corun:lora_adapter_evictions_total", ("model_name", "tiny")
     assert samples[name, (("level", "device"), model, ("reason", "kv"))] == 3
     assert samples[name, (("level", "device"), model, ("reason", "dropped"))] == 1
     assert samples[name, (("level", "host"), model, ("reason", "adapter"))] == 2
+    assert samples["corun:adapter_loads_without_run_total", (model,)] == 5
+    assert samples["corun:memory_extents_evicted_total", (model,)] == 6
     name, labels = "corun:lora_adapter_load_seconds", (model, ("transition", "host_to_device"))
     assert (samples[f"{name}_count", labels], samples[f"{name}_sum", labels]) == (4, 0.5)
 
