@@ -371,6 +371,7 @@ class KvTree:
         assert len(set(blocks)) == len(blocks) == self.num_device_blocks, blocks
         assert len(set(slots)) == len(slots) == self.num_host_blocks, slots
         assert len(nodes) == self.num_nodes
+        assert {node.block_id: node for node in nodes if node.block_id is not None} == self.by_block
         free = [n for n in nodes if n.block_id is not None and not n.num_references]
         assert len(free) == self.num_unreferenced_blocks
         offered = [item for item in self._policy.victims() if not item.is_adapter]

@@ -110,7 +110,7 @@ class Pages:
 
     def could_hold(self, run_pages: Sequence[int]) -> bool:
         """Whether runs of these lengths find places if nothing else is placed."""
-        return Pages(self.num_pages, self.page_bytes).lacking_run(run_pages) is None
+        return _could_hold(self.num_pages, tuple(run_pages))
 
     def lacking_run(self, run_pages: Sequence[int]) -> int | None:
         """Return the pages of the longest run that finds no place beside the others; else None."""
@@ -244,6 +244,11 @@ class Pages:
     def _is_free(self, page: int) -> bool:
         extent, number = divmod(page, self.extent_pages)
         return bool(self._free[extent] >> number & 1)
+
+
+@functools.lru_cache(maxsize=256)  # asked for every request
+def _could_hold(num_pages: int, run_pages: tuple[int, ...]) -> bool:
+    return Pages(num_pages, 1).lacking_run(run_pages) is None
 
 
 def _starts(bits: int, length: int) -> int:
