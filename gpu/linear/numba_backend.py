@@ -4,7 +4,7 @@ import collections
 import math
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -86,17 +86,20 @@ class KernelLinear:
         )
 
 
-def _pack(bits: np.ndarray, packed: np.ndarray, tag: np.generic) -> None:
-    """``layout.pack_linear`` with the threads of the kernels: most of its time is new pages."""
-    num_panels = -(-len(packed) // num_kernel_threads())
-    num_rows = num_panels * layout.linear_panel_columns(tag)
+def pack_in_shares(num_rows: int, num_columns: int, pack: Callable[[slice, slice], None]) -> None:
+    """Call ``pack`` with shares of rows and their panels, in as many threads as the kernels have.
 
-    def pack_share(share: int) -> None:
-        rows = bits[share * num_rows : (share + 1) * num_rows]
-        layout.pack_linear(rows, packed[share * num_panels : (share + 1) * num_panels], tag)
+    ``num_columns``: of a panel. Most of the time of packing is that of new pages.
+    """
+    num_panels = -(-num_rows // num_columns)
+    share = -(-num_panels // num_kernel_threads())
+
+    def pack_share(start: int) -> None:
+        end = start + share
+        pack(slice(start * num_columns, end * num_columns), slice(start, end))
 
     with ThreadPoolExecutor(num_kernel_threads(), "corun-packing") as threads:
-        collections.deque(threads.map(pack_share, range(-(-len(packed) // num_panels))), maxlen=0)
+        collections.deque(threads.map(pack_share, range(0, num_panels, share)), maxlen=0)
 
 
 class NumbaLinear(KernelLinear):
@@ -119,7 +122,12 @@ class NumbaLinear(KernelLinear):
         memory = huge_pages.zeros(math.prod(shape) * _ITEM_BYTES)
         self.packed = memory.view(torch.uint16).view(shape)
         bits = weight.detach().contiguous().view(torch.uint16)
-        _pack(bits.numpy(), self.packed.numpy(), tag)
+        rows, packed = bits.numpy(), self.packed.numpy()
+        pack_in_shares(
+            out_features,
+            layout.linear_panel_columns(tag),
+            lambda share, panels: layout.pack_linear(rows[share], packed[panels], tag),
+        )
         super().__init__(tag, (out_features, in_features), self.packed.numpy(), bias)
 
     @property

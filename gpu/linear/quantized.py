@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...cpu_workers.kernels.simd.compiled import kernel
 from ...cpu_workers.kernels.simd.layout import GROUP_SIZE, MIDDLE_CODE, Levels
 
 BITS = (8, 4)
@@ -71,23 +72,41 @@ class QuantizedWeight:
 def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     """The nearest codes of ``weight`` [out, in], of any floating type; ``in`` in whole groups.
 
-    8 bits: a group's largest magnitude is 127. 4 bits: its value of largest magnitude is -8 times
-    the scale, so at least this value is exact. ValueError if a weight is not finite.
+    8 bits: a group's largest magnitude is 127. 4 bits: its value of largest magnitude, the first of
+    several, is -8 times the scale, so at least this value is exact. ValueError if a weight is not
+    finite.
     """
     out_features, in_features = weight.shape
-    groups = weight.detach().float().reshape(out_features, in_features // GROUP_SIZE, GROUP_SIZE)
-    magnitudes, places = groups.abs().max(dim=-1)
-    if not bool(magnitudes.isfinite().all()):
+    values = weight.detach().float().contiguous().numpy()
+    codes = np.empty((out_features, in_features), np.int8 if bits == 8 else np.uint8)
+    scales = np.empty((out_features, in_features // GROUP_SIZE), np.float32)
+    if not _quantize(values, bits, codes.view(np.uint8), scales):
         raise ValueError("a weight is not finite")
-    if bits == 8:
-        scales = magnitudes / _LARGEST_CODE
-    else:
-        scales = groups.gather(-1, places[..., None])[..., 0] / -MIDDLE_CODE
-    # Groups of zeros, and those so small that their scale is zero, are zeros.
-    divisors = torch.where(scales == 0, 1.0, scales)
-    codes = (groups / divisors[..., None]).round_()
-    if bits == 8:
-        packed = codes.clamp_(-_LARGEST_CODE, _LARGEST_CODE).to(torch.int8)
-    else:
-        packed = codes.add_(MIDDLE_CODE).clamp_(0, _MAX_CODE).to(torch.uint8)
-    return QuantizedWeight(bits, packed.reshape(out_features, in_features).numpy(), scales.numpy())
+    return QuantizedWeight(bits, codes, scales)
+
+
+@kernel()
+def _quantize(values: np.ndarray, bits: int, codes: np.ndarray, scales: np.ndarray) -> bool:
+    """Write codes, as bytes, and scales of float32 ``values``; whether all are finite."""
+    least, most, middle = (-_LARGEST_CODE, _LARGEST_CODE, 0) if bits == 8 else (0, _MAX_CODE, MIDDLE_CODE)
+    for row in range(len(values)):
+        for group in range(scales.shape[1]):
+            start = group * GROUP_SIZE
+            largest, place = np.float32(0), start
+            for i in range(start, start + GROUP_SIZE):
+                magnitude = abs(values[row, i])
+                if not magnitude < np.inf:
+                    return False
+                if magnitude > largest:
+                    largest, place = magnitude, i
+            if bits == 8:
+                scale = largest / np.float32(_LARGEST_CODE)
+            else:
+                scale = values[row, place] / np.float32(-MIDDLE_CODE)
+            scales[row, group] = scale
+            # A group of zeros, and one so small that its scale is zero, is zeros.
+            divisor = scale if scale != 0 else np.float32(1)
+            for i in range(start, start + GROUP_SIZE):
+                code = int(np.rint(values[row, i] / divisor)) + middle
+                codes[row, i] = np.uint8(min(max(code, least), most) & 0xFF)
+    return True

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ...cpu_workers.kernels.simd import layout
 from ..device import huge_pages
 from ..forward.launcher import current_launcher
-from .numba_backend import KernelLinear
+from .numba_backend import KernelLinear, pack_in_shares
 from .quantized import QuantizedWeight
 
 # By name, as in the options and the formats; "/32": in groups of 32.
@@ -83,7 +83,11 @@ class PackedWeight:
         scales, zero_points, exponents = weight.scales, weight.zero_points, None
         if zero_points is not None:
             scales = layout.with_zero_points(scales, zero_points)
-        layout.pack_quantized(weight.codes, scales, tag, blocks)
+        pack_in_shares(
+            out_features,
+            layout.quantized_panel_columns(),
+            lambda rows, panels: layout.pack_quantized(weight.codes[rows], scales[rows], tag, blocks[panels]),
+        )
         if layout.CODED[tag.dtype.name].has_exponents:
             exponents = layout.pack_exponents(layout.exponents_of(scales))
         return cls(tag, out_features, in_features, blocks, exponents, weight.order, zero_points is not None)

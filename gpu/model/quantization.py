@@ -8,6 +8,7 @@ placeholders for these matrices.
 import hashlib
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ... import __version__
+from ...cpu_workers.affinity import limit_torch_threads
 from ...cpu_workers.kernels.simd.layout import GROUP_SIZE
 from ...cpu_workers.kernels.simd.layout import quantized_panel_columns as panel_columns
 from ...runtime.adapters.target_map import EXPERTS_REASON
@@ -43,7 +45,7 @@ from .weight_files import WeightFiles
 
 _LOG = logging.getLogger(__name__)
 
-_WEIGHTS_AT_ONCE = 1 << 22  # converted at a time
+_WEIGHTS_AT_ONCE = 1 << 20  # converted at a time in a thread
 _CHECKED_TOKENS = 3
 _CHECKED_ROWS = 512
 _FORM = 2  # of stored matrices; another number after each change of the kernels' layout
@@ -325,16 +327,20 @@ class QuantizedLinears:
             return self._files.coded[f"{self._stored[path]}.weight"].as_stored()
         name = self._tensor_of.get(path)
         num_rows = max(1, _WEIGHTS_AT_ONCE // linear.in_features)
-        parts = []
-        for start in range(0, linear.out_features, num_rows):
+
+        def quantized(start: int) -> QuantizedWeight:
             rows = slice(start, start + num_rows)
-            part = linear.weight[rows] if name is None else self._files.read(name, rows)
-            try:
-                parts.append(quantize(part, bits))
-            except ValueError as error:
-                raise ModelError(
-                    f"{name or path} of {self._source.path!r} cannot be quantised: {error}"
-                ) from error
+            return quantize(linear.weight[rows] if name is None else self._files.read(name, rows), bits)
+
+        try:
+            with ThreadPoolExecutor(
+                num_kernel_threads(), "corun-quantising", initializer=limit_torch_threads
+            ) as threads:
+                parts = list(threads.map(quantized, range(0, linear.out_features, num_rows)))
+        except ValueError as error:
+            raise ModelError(
+                f"{name or path} of {self._source.path!r} cannot be quantised: {error}"
+            ) from error
         codes = np.concatenate([part.codes for part in parts])
         return QuantizedWeight(bits, codes, np.concatenate([part.scales for part in parts]))
 

@@ -29,6 +29,15 @@ def test_every_weight_is_as_near_as_codes_allow(bits: int, steps: int) -> None:
     assert quantized.scales[1, 1] == 0
 
 
+def test_the_first_of_several_largest_weights_is_exact() -> None:
+    weight = torch.zeros(2, 64)
+    weight[0, 3], weight[0, 9] = 4.0, -4.0
+    weight[1, 3], weight[1, 9] = -4.0, 4.0
+    quantized = quantize(weight.bfloat16(), 4)
+    assert quantized.scales.tolist() == [[-0.5], [0.5]]
+    assert quantized.dequantized()[:, [3, 9]].tolist() == [[4.0, -3.5], [-4.0, 3.5]]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_is_no_number_is_refused(bits: int, value: float) -> None:
