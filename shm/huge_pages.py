@@ -40,15 +40,15 @@ class PagesAhead:
 
     def __init__(self, num_bytes: int) -> None:
         """Begin to fill this many bytes with zeros."""
-        self._num_bytes = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        self.num_bytes = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         self._mapping = mmap.mmap(
-            -1, self._num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            -1, self.num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
         mapped = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._offset = -mapped % HUGE_PAGE_BYTES
         self._address = mapped + self._offset
-        advise(self._address, self._num_bytes, MADV_HUGEPAGE)
-        self._filled = self._taken = 0
+        advise(self._address, self.num_bytes, MADV_HUGEPAGE)
+        self.filled_bytes = self.taken_bytes = 0
         self._is_ended = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._fill, name="corun-pages-ahead", daemon=True)
@@ -61,11 +61,11 @@ class PagesAhead:
         """
         whole_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         with self._lock:
-            start = self._taken
-            if start + whole_bytes > self._filled:
+            start = self.taken_bytes
+            if start + whole_bytes > self.filled_bytes:
                 self._is_ended = True
                 return None
-            self._taken += whole_bytes
+            self.taken_bytes += whole_bytes
         buffer = (ctypes.c_char * num_bytes).from_buffer(self._mapping, self._offset + start)
         given_back = weakref.finalize(buffer, advise, self._address + start, whole_bytes, MADV_DONTNEED)
         given_back.atexit = False
@@ -76,25 +76,27 @@ class PagesAhead:
         self._is_ended = True
         self._thread.join()
         with self._lock:
-            self._filled = self._taken
-        if self._taken < self._num_bytes:
-            advise(self._address + self._taken, self._num_bytes - self._taken, MADV_DONTNEED)
+            self.filled_bytes = self.taken_bytes
+        if self.taken_bytes < self.num_bytes:
+            advise(self._address + self.taken_bytes, self.num_bytes - self.taken_bytes, MADV_DONTNEED)
 
     def _fill(self) -> None:
-        while not self._is_ended and self._filled < self._num_bytes:
-            num_bytes = min(_FILLED_AT_ONCE, self._num_bytes - self._filled)
-            ctypes.memset(self._address + self._filled, 0, num_bytes)  # releases the GIL
-            self._filled += num_bytes
+        while not self._is_ended and self.filled_bytes < self.num_bytes:
+            num_bytes = min(_FILLED_AT_ONCE, self.num_bytes - self.filled_bytes)
+            ctypes.memset(self._address + self.filled_bytes, 0, num_bytes)  # releases the GIL
+            self.filled_bytes += num_bytes
 
 
 _ahead: list[PagesAhead] = []  # of this process, at most one
 
 
-def begin_pages_ahead(num_bytes: int) -> None:
+def begin_pages_ahead(num_bytes: int) -> PagesAhead | None:
     """Let ``take_ahead`` return pages of this process until ``end_pages_ahead``; 0 = none."""
     assert not _ahead
-    if num_bytes >= HUGE_PAGE_BYTES:
-        _ahead.append(PagesAhead(num_bytes))
+    if num_bytes < HUGE_PAGE_BYTES:
+        return None
+    _ahead.append(PagesAhead(num_bytes))
+    return _ahead[0]
 
 
 def take_ahead(num_bytes: int) -> Any | None:

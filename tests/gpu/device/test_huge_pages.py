@@ -47,7 +47,7 @@ def test_little_memory_is_held_in_vain_and_all_is_given_back() -> None:
 
 def filled(ahead: huge_pages_ahead.PagesAhead) -> huge_pages_ahead.PagesAhead:
     deadline_s = time.monotonic() + 60
-    while ahead._filled < ahead._num_bytes and time.monotonic() < deadline_s:
+    while ahead.filled_bytes < ahead.num_bytes and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return ahead
 
@@ -79,16 +79,17 @@ def test_pages_that_are_filled_ahead_are_zeros_and_all_are_given_back() -> None:
 
 
 def test_zeros_are_taken_from_pages_that_are_filled_ahead() -> None:
-    huge_pages_ahead.begin_pages_ahead(0)
+    assert huge_pages_ahead.begin_pages_ahead(0) is None
     assert huge_pages_ahead.take_ahead(2 * MIB) is None
-    huge_pages_ahead.begin_pages_ahead(32 * MIB)
+    ahead = huge_pages_ahead.begin_pages_ahead(32 * MIB)
+    assert ahead is not None
     try:
-        ahead = filled(huge_pages_ahead._ahead[0])
+        filled(ahead)
         huge_pages.zeros(4096)
         huge_pages.zeros(2 * MIB + 4096)  # a second page would be held for nothing
-        assert ahead._taken == 0
+        assert ahead.taken_bytes == 0
         tensor = huge_pages.zeros(16 * MIB)
-        assert ahead._taken == 16 * MIB
+        assert ahead.taken_bytes == 16 * MIB
         assert not tensor.any()
         tensor.fill_(1)
         assert not huge_pages.zeros(32 * MIB).any(), "these are other pages"
