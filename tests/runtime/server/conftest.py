@@ -110,15 +110,28 @@ DEFAULT_SETTINGS = AppSettings(
 )
 
 
-@pytest.fixture
-def start_server() -> Iterator[Callable[..., RunningServer]]:
-    """Start servers with the test's settings; they stop with the test."""
+@contextmanager
+def _starting_servers() -> Iterator[Callable[..., RunningServer]]:
     with ExitStack() as stack:
 
         def start(engine: FakeEngine, **changes: Any) -> RunningServer:
             settings = dataclasses.replace(DEFAULT_SETTINGS, **changes)
             return stack.enter_context(running_server(engine, settings))
 
+        yield start
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., RunningServer]]:
+    """Start servers with the test's settings; they stop with the test."""
+    with _starting_servers() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_module_server() -> Iterator[Callable[..., RunningServer]]:
+    """As ``start_server``; they stop with the module."""
+    with _starting_servers() as start:
         yield start
 
 
