@@ -51,7 +51,7 @@ class ColdSizes:
     options: dict[str, Any]  # of the engine
 
 
-FULL = ColdSizes(llama_8b(8), (16, 256), (128, 2048), 200, {"device": "cuda", "memory_gib": 6.0})
+FULL = ColdSizes(llama_8b(8), (16, 256), (128, 2048), 200, {"device": "cuda", "memory_gib": 3.0})
 TINY = ColdSizes(
     {
         "hidden_size": 64,
@@ -75,6 +75,7 @@ def answer(_name: str, kind: str, limit_s: float, figures: Findings) -> None:
     with tempfile.TemporaryDirectory(prefix="corun-gpu-check-") as folder:
         os.environ["XDG_STATE_HOME"] = folder  # this model's profile is of no use to later starts
         save_random(size.config, size.ranks, Path(folder), kind)
+        torch.cuda.empty_cache()  # the engine counts what is free
         config = EngineConfig(
             model=f"{folder}/model",
             lora_dir=f"{folder}/adapters",
@@ -194,11 +195,11 @@ class _Driver:
 def save_random(values: dict[str, Any], ranks: Sequence[int], folder: Path, device: str) -> None:
     """Save a Llama of random weights, and for each rank an adapter for all its linears."""
     from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(LlamaConfig(**values)).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**values), dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
     words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(256)}, unk_token=_WORD))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token=_WORD).save_pretrained(folder / "model")

@@ -110,9 +110,9 @@ QUESTIONS = (
     Question("order", BOTH, 80, ".sync"),
     Question("uploads", ("stream",), 40, ".sync"),
     Question("capture", ("stream",), 30, ".sync"),
-    Question("kernels", ("cuda",), 90, ".steps"),
+    Question("kernels", ("cuda",), 120, ".steps"),
     Question("attention", ("cuda",), 60, ".steps"),
-    Question("steps", ("cuda",), 240, ".steps"),
+    Question("steps", ("cuda",), 300, ".steps"),
     Question("cold", ("cuda",), 240, ".cold"),
 )
 MACHINE = Question("machine", ("cpu",), 60, ".questions")

@@ -82,9 +82,7 @@ def llama_8b(num_layers: int) -> dict[str, Any]:
 
 def answer(name: str, kind: str, limit_s: float, figures: Findings) -> None:
     """Answer one question on "cuda", or on "cpu" with a tiny model."""
-    device = torch.device(kind)
-    with torch.inference_mode():
-        _WORKS[name](device, figures, time.monotonic() + limit_s)
+    _WORKS[name](torch.device(kind), figures, time.monotonic() + limit_s)
 
 
 def kernels(device: torch.device, figures: Findings, _until_s: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from corun.gpu.check import report, rig
+from corun.gpu.check import __main__, report, rig
 from corun.gpu.check.peer import TINY
 from corun.gpu.check.questions import BOTH, QUESTIONS, Findings, Question, run_question
 from corun.gpu.check.report import (
@@ -275,9 +275,11 @@ def _run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[st
     )
 
 
-def test_the_control_flow_runs_on_the_cpu(tmp_path: Path) -> None:
+def test_the_control_flow_runs_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "report.json"
-    command = ("--device", "cpu", "--questions", "order", "--report", str(path))
+    command = ["--device", "cpu", "--questions", "order", "--report", str(path)]
     done = _run(*command)
     assert done.returncode == 0, done.stderr
     assert "[1 of 1] order (cpu), 80 s at most" in done.stdout
@@ -285,7 +287,9 @@ def test_the_control_flow_runs_on_the_cpu(tmp_path: Path) -> None:
     assert kept["note"] == NOTE_CPU and kept["machine"]["torch"] == torch.__version__
     assert list(kept["answers"]) == ["order"] and "decision" not in kept
     assert faults_of(kept["answers"], "cpu") == ["memory: not asked"]
-    assert "order (cpu): answered earlier" in _run(*command).stdout
+    monkeypatch.setattr(__main__, "find_machine", lambda _: kept["machine"])
+    assert __main__.main(command) == 0
+    assert "order (cpu): answered earlier" in capsys.readouterr().out
     assert json.loads(path.read_text()) == kept
 
 

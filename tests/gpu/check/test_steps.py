@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from corun.gpu.check import cold, steps
 from corun.gpu.check.cold import ColdSizes
+from corun.gpu.check.engine import StepEngine
 from corun.gpu.check.questions import Findings
 from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.plan import SubBatch
 from support.cold_engine import ColdEngine
 
 _CPU, _CUDA = SimpleNamespace(name="CPU"), SimpleNamespace(name="CUDA")
@@ -42,6 +45,14 @@ def test_kernels_copies_and_calls_are_told_apart() -> None:
 
 def test_every_step_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_NUM_STEPS", 3)
+    passes = []
+    submit = StepEngine._submit
+
+    def counted(engine: StepEngine, *batches: SubBatch, **fields: Any) -> None:
+        passes.append([sum(batch.num_tokens) for batch in batches])
+        submit(engine, *batches, **fields)
+
+    monkeypatch.setattr(StepEngine, "_submit", counted)
     found = Findings(tmp_path / "figures")
     steps.answer("steps", "cpu", 600.0, found)
     measured = {
@@ -57,6 +68,7 @@ def test_every_step_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert measured["adapters"]["counted"] == 15 + 17 + 7 and "counted" not in measured["temperature"]
     assert found.values["layers"] == 1 and found.values["parity_error"] < 0.05
     assert found.values["16 rows and a chunk of 512"].keys() == {"together", "apart"}
+    assert [passes.count([16 + 40]), passes.count([16, 40])] == [3, 3]
 
 
 def test_attention_is_compared_with_that_of_torch(tmp_path: Path) -> None:
