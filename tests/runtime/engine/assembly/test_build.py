@@ -262,7 +262,11 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def adapted_answers(
-    options: dict[str, Any], adapters: dict[str, Path], infos: list[ModelInfo] | None = None
+    options: dict[str, Any],
+    adapters: dict[str, Path],
+    infos: list[ModelInfo] | None = None,
+    *,
+    least_evictions: int = 0,
 ) -> list[list[int]]:
     """Answers under adapters, one after the other and again, so that some must be reloaded.
 
@@ -278,6 +282,7 @@ def adapted_answers(
                 lora = LoRARequest(name, index, str(path))
                 (output,) = engine.generate([[5, 6, 7]], greedy, lora)
                 answers.append(output.outputs[0].token_ids)
+        assert engine.get_stats().num_device_evictions >= least_evictions
     return answers
 
 
@@ -330,10 +335,9 @@ def test_adapters_and_blocks_share_pages_where_these_are_planned(
     monkeypatch.setattr(sizes, "plan_memory", plan_as_on_cuda)
     paced = {**options, "link_gib_per_s": 4.0, "max_lora_rank": 64, "lora_backend": "torch"}
     paced["profile"] = profile_of(paced, tmp_path)
-    infos: list[ModelInfo] = []
-    assert adapted_answers(paced, adapters, infos) == expected
-    (info,) = infos
-    assert info.adapter_memory_bytes is None
+    assert adapted_answers(paced, adapters) == expected
+    paced["memory_gib"] = 10 * 2**-17  # ten pages, of which each adapter takes four
+    assert adapted_answers(paced, adapters, least_evictions=4) == expected
 
 
 def test_without_a_profile_requests_wait_for_their_adapters(
