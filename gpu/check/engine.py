@@ -170,7 +170,7 @@ class StepEngine:
         )
         self._num_steps = self._num_requests = self._next_block = 0
         missing = len(ranks)
-        self._submit(
+        self.submit(
             transfers=tuple(AdapterTransfer(TransferId(n), AdapterId(n), 1) for n in range(1, missing + 1))
         )
         deadline_s = time.monotonic() + _LOAD_S
@@ -197,7 +197,7 @@ class StepEngine:
         """
         ids = [RequestId(self._num_requests + i) for i in range(len(batch))]
         self._num_requests += len(batch)
-        self._submit(
+        self.submit(
             new_requests=tuple(_announce(i, row) for i, row in zip(ids, batch, strict=True)),
             block_updates=tuple(self._blocks(i, row, num_steps) for i, row in zip(ids, batch, strict=True)),
         )
@@ -208,11 +208,11 @@ class StepEngine:
                 for i, row in zip(ids, batch, strict=True)
             ]
             kinds = [[r for r in rows if r[2] == 1], [r for r in rows if r[2] > 1]] if apart else [rows]
-            self._submit(*(_sub_batch(kind) for kind in kinds if kind))
+            self.submit(*(_sub_batch(kind) for kind in kinds if kind))
             self._check_tokens(len(batch))
 
         yield compute
-        self._submit(ended_requests=tuple(ids))
+        self.submit(ended_requests=tuple(ids))
 
     def close(self) -> None:
         """Free everything."""
@@ -231,7 +231,8 @@ class StepEngine:
     def _fetch(self, transfer: AdapterTransfer) -> ReadyLoad:
         return ReadyLoad(self._adapters[transfer.adapter_id - 1])
 
-    def _submit(self, *batches: SubBatch, **fields: Any) -> None:
+    def submit(self, *batches: SubBatch, **fields: Any) -> None:
+        """Run the next plan: its sub-batches, and other fields of a ``StepPlan``."""
         self._num_steps += 1
         self._executor.submit(StepPlan(StepId(self._num_steps), batches, **fields))
 

@@ -1,5 +1,6 @@
 """The questions to a GPU, on a GPU of threads with faults; limits; and decisions."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from corun.gpu.check import __main__, report, rig
+from corun.gpu.check import report, rig
 from corun.gpu.check.peer import TINY
 from corun.gpu.check.questions import BOTH, QUESTIONS, Findings, Question, run_question
 from corun.gpu.check.report import (
@@ -287,8 +288,9 @@ def test_the_control_flow_runs_on_the_cpu(
     assert kept["note"] == NOTE_CPU and kept["machine"]["torch"] == torch.__version__
     assert list(kept["answers"]) == ["order"] and "decision" not in kept
     assert faults_of(kept["answers"], "cpu") == ["memory: not asked"]
-    monkeypatch.setattr(__main__, "find_machine", lambda _: kept["machine"])
-    assert __main__.main(command) == 0
+    program = importlib.import_module("corun.gpu.check.__main__")
+    monkeypatch.setattr(program, "find_machine", lambda _: kept["machine"])
+    assert program.main(command) == 0
     assert "order (cpu): answered earlier" in capsys.readouterr().out
     assert json.loads(path.read_text()) == kept
 

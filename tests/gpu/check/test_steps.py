@@ -46,13 +46,13 @@ def test_kernels_copies_and_calls_are_told_apart() -> None:
 def test_every_step_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_NUM_STEPS", 3)
     passes = []
-    submit = StepEngine._submit
+    ask = StepEngine.submit
 
     def counted(engine: StepEngine, *batches: SubBatch, **fields: Any) -> None:
         passes.append([sum(batch.num_tokens) for batch in batches])
-        submit(engine, *batches, **fields)
+        ask(engine, *batches, **fields)
 
-    monkeypatch.setattr(StepEngine, "_submit", counted)
+    monkeypatch.setattr(StepEngine, "submit", counted)
     found = Findings(tmp_path / "figures")
     steps.answer("steps", "cpu", 600.0, found)
     measured = {
