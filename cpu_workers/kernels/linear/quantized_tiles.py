@@ -17,7 +17,7 @@ from ..simd.integers import I8, Integers
 from ..simd.intrinsics import emits
 from ..simd.layout import EXPONENT_SHIFT, MIDDLE_CODE, SMALLEST_POWER, ZERO_POINT_BITS, CodedFormat
 from ..simd.products import choose
-from .rows import CODED_TAIL_BYTES, FIRST, ROW_FORMATS, SCALE, VALUE_SUM
+from .rows import CODE_SUM, CODED_TAIL_BYTES, FIRST, ROW_FORMATS, SCALE
 from .tiles import write_sums
 
 
@@ -162,12 +162,28 @@ class _Tile:
 
     def _scale(self, group: ir.Value, totals: list[ir.Value]) -> None:
         """Add the sums of a group, times its scales, to those on the stack."""
+        if self.format.bits == 8 or self.format.levels:
+            self._add_scaled(group, totals, has_zero_points=False)
+            return
+        builder = self.emit.builder
+        are_given = builder.icmp_unsigned("!=", self.scaling, I64(0))
+        with builder.if_else(are_given) as (given, missing):
+            for branch, has_zero_points in ((given, True), (missing, False)):
+                with branch:
+                    self._add_scaled(group, totals, has_zero_points=has_zero_points)
+
+    def _add_scaled(self, group: ir.Value, totals: list[ir.Value], *, has_zero_points: bool) -> None:
         emit, builder, num_panels = self.emit, self.emit.builder, len(self.panels)
         for p in range(num_panels):
             scales = self._scales(p, group)
+            words = builder.bitcast(scales, emit.i32s)
+            missing = builder.sub(emit.same(MIDDLE_CODE), builder.and_(words, emit.same(ZERO_POINT_BITS)))
             for t in range(self.num_tokens):
                 of_x = emit.splat(emit.load(self.tail(t, group, SCALE), F32), emit.lanes)
                 total = self.integers.total(totals[t * num_panels + p])
+                if has_zero_points:  # exact, like all sums of a group
+                    sum_of_x = emit.splat(emit.load(self.tail(t, group, CODE_SUM), F32), emit.lanes)
+                    total = emit.fma(builder.sitofp(missing, emit.f32s), sum_of_x, total)
                 place = self.sum_place(t, p)
                 before = emit.load(place, emit.f32s)
                 emit.store(emit.fma(total, builder.fmul(scales, of_x), before), place)
@@ -186,28 +202,11 @@ class _Tile:
         return builder.bitcast(bits, emit.f32s)
 
     def begin(self) -> None:
-        """Set the float32 sums to zero, or to the contribution of zero points other than 8."""
-        emit, builder = self.emit, self.emit.builder
+        """Set the float32 sums to zero."""
+        emit = self.emit
         for t in range(self.num_tokens):
             for p in range(len(self.panels)):
                 emit.store(ir.Constant(emit.f32s, [0.0] * emit.lanes), self.sum_place(t, p))
-        if self.format.bits == 8 or self.format.levels:
-            return
-        are_given = builder.icmp_unsigned("!=", self.scaling, I64(0))
-        with builder.if_then(are_given), cgutils.for_range(builder, self.num_groups) as loop:
-            for p in range(len(self.panels)):
-                self._add_zero_points(p, loop.index)
-
-    def _add_zero_points(self, p: int, group: ir.Value) -> None:
-        emit, builder = self.emit, self.emit.builder
-        scales = self._scales(p, group)
-        zero_points = builder.and_(builder.bitcast(scales, emit.i32s), emit.same(ZERO_POINT_BITS))
-        missing = builder.sub(emit.same(MIDDLE_CODE), zero_points)
-        factors = builder.fmul(builder.sitofp(missing, emit.f32s), scales)
-        for t in range(self.num_tokens):
-            of_x = emit.splat(emit.load(self.tail(t, group, VALUE_SUM), F32), emit.lanes)
-            before = emit.load(self.sum_place(t, p), emit.f32s)
-            emit.store(emit.fma(factors, of_x, before), self.sum_place(t, p))
 
 
 @emits(

@@ -23,8 +23,8 @@ from ..simd.layout import CODED, WIDE_STEPS
 from ..simd.memory import clear_bytes
 
 # Behind the codes of a group, 4 bytes each: initial values of sums (see ``_store_sums``); the
-# scale, and the sum of the group's values, float32; unused.
-FIRST, SCALE, VALUE_SUM, CODED_TAIL_BYTES = 0, 4, 8, 16
+# scale, and the sum of the group's codes, float32; unused.
+FIRST, SCALE, CODE_SUM, CODED_TAIL_BYTES = 0, 4, 8, 16
 
 _LARGEST = {16: 32767.0, 8: 127.0}  # by bits of the codes of x
 # Beyond it the codes would not be finite, or the inverse of the scale not normal.
@@ -221,11 +221,11 @@ def _code_group(emit: Emitter, halves: ir.Value, row: ir.Value) -> None:
     tail = emit.offset(row, size * (code.width // 8))
     emit.store(scale, emit.offset(tail, SCALE))
     if bits == 8:
-        _store_sums(emit, builder.trunc(integers, ir.VectorType(I8, size)), scale, tail)
+        _store_sums(emit, builder.trunc(integers, ir.VectorType(I8, size)), tail)
 
 
-def _store_sums(emit: Emitter, codes: ir.Value, scale: ir.Value, tail: ir.Value) -> None:
-    """The initial values of sums of products with a group, and the sum of its values.
+def _store_sums(emit: Emitter, codes: ir.Value, tail: ir.Value) -> None:
+    """The initial values of sums of products with a group, and the sum of its codes.
 
     Codes of weights count from 8 or 128, so sums start with -8 or -128 times the sum of x. Short
     sums are two of 16 bits, one for the first two of each four codes and one for the others. They
@@ -247,4 +247,4 @@ def _store_sums(emit: Emitter, codes: ir.Value, scale: ir.Value, tail: ir.Value)
             emit.store(start, emit.offset(tail, FIRST + 2 * index))
     else:
         emit.store(builder.mul(total, I32(-integers.middle)), emit.offset(tail, FIRST))
-    emit.store(builder.fmul(builder.sitofp(total, F32), scale), emit.offset(tail, VALUE_SUM))
+    emit.store(builder.sitofp(total, F32), emit.offset(tail, CODE_SUM))
