@@ -145,7 +145,7 @@ class Profile:
     link_points: tuple[LinkPoint, ...]
     quality: Quality
     measured_s: float  # duration of measuring
-    free_bytes: int  # of the device's memory beside the model
+    free_bytes: int  # of the device's memory beside the model and, on CUDA, the largest step
     format_version: int = FORMAT_VERSION
 
     @property

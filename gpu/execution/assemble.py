@@ -1,6 +1,7 @@
 """Assembles the device half: model, kernels, KV pool, executor."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -178,6 +179,7 @@ class LoadedModel:
     max_exact_len: int | None
     max_step_tokens: int  # --max-num-batched-tokens, as far as packed rows are exact
     recompute_at_tokens: int | None
+    layer_width: int  # values per token that the matrices of one layer read and write
     threads: AdaptiveThreads | None = None  # of a CPU, once ``probe`` has chosen them
 
     @property
@@ -270,16 +272,17 @@ def equip(
     guard_longrope(model, context)
     where, dtype = model.device, model.dtype
     on_progress("choosing and compiling kernels")
-    target_map, record = _record(model, hook, model if linears is None else linears.skeleton)
-    targets = target_map.targets
-    table = LoraTable(
-        len(targets),
-        _MAX_RESIDENT_ADAPTERS,
-        where,
-        embeddings=[target.index for target in targets if target.is_embedding],
-        heads={target.index: target.num_tokens for target in targets if target.is_head},
+    skeleton = model if linears is None else linears.skeleton
+    target_map, record = _record(model, hook, skeleton)
+    table, layer_width = _make_table(target_map.targets, where), _layer_width(skeleton)
+    max_tokens = config.step_tokens(where.type)
+    lora_backend = select_lora_backend(
+        config.lora_backend,
+        table=table,
+        device=where,
+        dtype=dtype,
+        most_values=max_tokens * _most_together(target_map.targets) * config.max_lora_rank,
     )
-    lora_backend = select_lora_backend(config.lora_backend, table=table, device=where, dtype=dtype)
     make_linear: MakeLinear = NumbaLinear  # its kernels also serve quantised weights
     if linears is None or dtype != torch.bfloat16 or not linears.quantizes_all(model):
         make_linear = select_linear_backend(config.linear_backend, device=where, dtype=dtype, kept=kept)
@@ -305,7 +308,8 @@ def equip(
         decode_graphs=select_decode_graphs(config.decode_graphs, names),
         weights=weights,
         max_exact_len=least(rope_max_length(model), record.max_chunk_len),
-        max_step_tokens=config.step_tokens(where.type),
+        max_step_tokens=max_tokens,
+        layer_width=layer_width,
         recompute_at_tokens=rope_recompute_length(model),
     )
 
@@ -347,6 +351,36 @@ def _record_attention(
 
 def _no_product(out_features: int, x: torch.Tensor) -> torch.Tensor:
     return x.new_zeros((*x.shape[:-1], out_features))
+
+
+def _make_table(targets: Sequence[Target], where: torch.device) -> LoraTable:
+    return LoraTable(
+        len(targets),
+        _MAX_RESIDENT_ADAPTERS,
+        where,
+        embeddings=[target.index for target in targets if target.is_embedding],
+        heads={target.index: target.num_tokens for target in targets if target.is_head},
+    )
+
+
+def _most_together(targets: Sequence[Target]) -> int:
+    """The number of targets in the largest input group."""
+    return max(Counter((target.layer, target.input_group) for target in targets).values(), default=0)
+
+
+def _layer_width(model: PreTrainedModel) -> int:
+    """Values per token that the matrices of the widest layer read and write.
+
+    Experts are in matrices of three dimensions, of which a token takes some.
+    """
+    num_experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    widths = Counter[str]()
+    for name, parameter in model.named_parameters():
+        layer = next((part for part in name.split(".") if part.isdigit()), None)
+        if layer is not None and parameter.dim() >= 2:
+            copies = num_experts or parameter.shape[0] if parameter.dim() == 3 else 1
+            widths[layer] += copies * sum(parameter.shape[-2:])
+    return max(widths.values())
 
 
 def _replace_linears(
@@ -478,5 +512,6 @@ def make_host_adapters(
 def free_bytes(device: torch.device, cpu_available_bytes: int) -> int:
     """Free memory of the device; on the CPU the number that the caller has read."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what passes of the start have left
         return int(torch.cuda.mem_get_info(device)[0])
     return cpu_available_bytes

@@ -124,6 +124,7 @@ class Draws:
         part -= maxima[:, None]
         part /= sent["temperatures"]
         probs = torch.softmax(part, dim=-1)
+        del part  # a copy takes much memory
         numbers = sent["numbers"]
         whole = random.num_whole
         self._cut_rows = random.rows[whole:]

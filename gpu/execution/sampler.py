@@ -152,10 +152,10 @@ class Sampler:
         sent = self._upload(random, scored, logits.device)
         logprobs = None
         if scored:  # before any adjustment
-            part = logits
-            if len(scored) < len(states):
-                part = logits.index_select(0, sent["scored_rows"])
-            logprobs = torch.log_softmax(part, dim=-1)
+            is_all = len(scored) == len(states)
+            logprobs = torch.log_softmax(
+                logits if is_all else logits.index_select(0, sent["scored_rows"]), dim=-1
+            )
         if sent:
             self._inputs.apply(logits, sent)
         tokens = _first_largest(logits)

@@ -15,9 +15,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def select_lora_backend(
-    name: str, *, table: LoraTable, device: torch.device | str, dtype: torch.dtype
+    name: str, *, table: LoraTable, device: torch.device | str, dtype: torch.dtype, most_values: int = 0
 ) -> LoraBackend:
     """Return the back end that serves the adapters of ``table``.
+
+    ``most_values``: tokens x targets x rank of the largest batch, for which CUDA reserves memory.
 
     ``auto`` takes the grouped kernels of the device (Triton on CUDA, numba on the CPU) if a small
     product agrees with torch, otherwise torch, with a warning. Raises ConfigError if the configured
@@ -32,7 +34,9 @@ def select_lora_backend(
     wanted = name if name != "auto" else "triton" if device.type == "cuda" else "numba"
     reason = _why_not(wanted, device, dtype)
     if reason is None:
-        return _chosen(_make(wanted, table, dtype), "configured" if name != "auto" else "probe passed")
+        return _chosen(
+            _make(wanted, table, dtype, most_values), "configured" if name != "auto" else "probe passed"
+        )
     if name != "auto":
         raise ConfigError(f"--lora-backend {name} cannot be used: {reason}")
     _LOGGER.warning(
@@ -48,14 +52,14 @@ def _chosen(backend: LoraBackend, reason: str) -> LoraBackend:
     return backend
 
 
-def _make(name: str, table: LoraTable, dtype: torch.dtype) -> LoraBackend:
+def _make(name: str, table: LoraTable, dtype: torch.dtype, most_values: int = 0) -> LoraBackend:
     if name == "numba":
         from .numba_backend import NumbaLora
 
         return NumbaLora(table, dtype=dtype)
     from .triton_backend import TritonLora
 
-    return TritonLora(table, dtype=dtype)
+    return TritonLora(table, dtype=dtype, most_values=most_values)
 
 
 def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:

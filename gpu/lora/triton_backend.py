@@ -45,21 +45,25 @@ class _Part(NamedTuple):
 class TritonLora:
     """Shrink and expand over segments; float32, float16 or bfloat16.
 
-    Must not be called from two streams at once: it owns the scratch memory of a call, which grows
-    to the largest batch seen; run that batch once before capturing a graph.
+    Must not be called from two streams at once: it owns the scratch memory of a call.
     """
 
     name = "triton"
     layout: MatrixLayout = ROWS
 
-    def __init__(self, table: LoraTable, *, dtype: torch.dtype) -> None:
-        """Serve the adapters of ``table``, in ``dtype``."""
+    def __init__(self, table: LoraTable, *, dtype: torch.dtype, most_values: int = 0) -> None:
+        """Serve the adapters of ``table``, in ``dtype``.
+
+        ``most_values``: tokens x targets x rank of the largest batch. Memory for it is taken now,
+        and its address stays; a larger batch takes more.
+        """
         self.table = table
         self._dtype = dtype
         # int32, of groups: the targets' indices, and the tiles of their columns.
         self._members: dict[tuple[int, ...], torch.Tensor] = {}
         self._tiles: dict[tuple[_Part, ...], dict[int, torch.Tensor]] = {}
         self._hidden = torch.empty(0, dtype=torch.float32, device=table.device)
+        self._scratch(max(DECODE_TILES.num_splits, PREFILL_TILES.num_splits) * most_values)
         # Products of float32 inputs: exact for a float32 model; for 16 bits three tf32 products
         # keep h to float32's precision on tensor cores.
         self._expand_precision = "ieee" if dtype == torch.float32 else "tf32x3"

@@ -103,7 +103,7 @@ class Bench:
     supervisor_cpus: tuple[int, ...]
     delta_cpu: int  # where a worker runs, or would
     coexecution_off: str  # why there are no workers
-    free_bytes: int  # of the device's memory beside the model
+    free_bytes: int  # of the device's memory beside the model and, on CUDA, the largest step
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,11 +144,12 @@ class EngineConfig:
         "--max-num-seqs requests of --max-model-len can need, and to half of the machine's memory "
         "or 85 % of a control group's limit.",
     )
-    memory_fraction: float = option(
-        0.85,
+    memory_fraction: float | None = option(
+        None,
         above=0,
         maximum=1,
-        help="Share of the free memory, once the model is loaded, that is the default of --memory-gib.",
+        help="Share of the free memory, once the model is loaded, that is the default of --memory-gib; "
+        "default: 0.85. On CUDA the memory of the largest step is set aside first; default: 0.95.",
     )
     memory_policy: str = option(
         "corun",
@@ -430,6 +431,11 @@ class EngineConfig:
         """``max_num_batched_tokens``, or the default of a device: "cpu" or "cuda"."""
         # A GPU launches as many kernels for 512 tokens as for 2048, in the time of a step of 512.
         return self.max_num_batched_tokens or (2048 if device_type == "cuda" else 512)
+
+    def memory_share(self, device_type: str) -> float:
+        """``memory_fraction``, or the default of a device: "cpu" or "cuda"."""
+        # What is not counted on CUDA: kernels that are loaded on use, and gaps of the allocator.
+        return self.memory_fraction or (0.95 if device_type == "cuda" else 0.85)
 
     def __post_init__(self) -> None:
         check_config(self)

@@ -27,8 +27,8 @@ class InFlightStep:
     voided: set[RequestId] = field(default_factory=set)  # rows with void results
 
 
-# Largest chunk of a scored prompt: each of its tokens has logits over the whole vocabulary.
-_MAX_SCORED_TOKENS = 128
+# Of scored prompts in one step: each of their tokens has logits over the whole vocabulary.
+MAX_SCORED_TOKENS = 128
 
 
 class StepDraft:
@@ -40,6 +40,7 @@ class StepDraft:
         "_new_requests",
         "_num_free_cold_rows",
         "_num_free_cold_tokens",
+        "_num_free_scored_tokens",
         "_recovery",
         "num_free_tokens",
         "rows",
@@ -55,6 +56,7 @@ class StepDraft:
         self.num_free_tokens = recovery.max_tokens
         self._num_free_cold_tokens = config.max_assisted_tokens_per_step
         self._num_free_cold_rows = config.max_assisted_rows_per_step
+        self._num_free_scored_tokens = MAX_SCORED_TOKENS
         self.rows = StepRows(
             config.max_assisted_tokens_per_step,
             is_decode_separate=not config.mix_decode_with_prefill,
@@ -71,18 +73,26 @@ class StepDraft:
 
     def add_chunk(self, request: Request) -> None:
         """Add as many pending tokens of ``request`` as the step has room and time for."""
-        num_tokens = min(request.num_pending_tokens, self.num_free_tokens)
-        if request.sampling.prompt_logprobs is not None:
-            num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
-        assert num_tokens > 0, request.request_id
-        num_tokens = self._in_time(request, num_tokens, is_cold=False)
+        assert request.num_pending_tokens > 0 and self.num_free_tokens > 0, request.request_id
+        num_tokens = self._in_time(request, self._room(request, self.num_free_tokens), is_cold=False)
         if not num_tokens:
             return
-        self.num_free_tokens -= num_tokens
+        self._take(request, num_tokens)
         if num_tokens == request.num_pending_tokens == 1:
             self.rows.decodes.append(request)
         else:
             self.rows.chunks.append((request, num_tokens))
+
+    def _room(self, request: Request, num_free_tokens: int) -> int:
+        """How many pending tokens of ``request`` have room."""
+        is_scored = request.sampling.prompt_logprobs is not None
+        most = self._num_free_scored_tokens if is_scored else num_free_tokens
+        return min(request.num_pending_tokens, num_free_tokens, most)
+
+    def _take(self, request: Request, num_tokens: int) -> None:
+        self.num_free_tokens -= num_tokens
+        if request.sampling.prompt_logprobs is not None:
+            self._num_free_scored_tokens -= num_tokens
 
     def _in_time(self, request: Request, num_tokens: int, *, is_cold: bool) -> int:
         """Return how many of these tokens may join. If not all may, close the step for others."""
@@ -100,13 +110,12 @@ class StepDraft:
 
     def cold_tokens_in_time(self, request: Request) -> int:
         """Return how many tokens of a cold ``request`` the step has room and time for."""
-        num_tokens = min(request.num_pending_tokens, self.max_cold_tokens)
-        return self._in_time(request, num_tokens, is_cold=True)
+        return self._in_time(request, self._room(request, self.max_cold_tokens), is_cold=True)
 
     def add_cold_chunk(self, request: Request, chunk: ColdChunk) -> None:
         """Add ``chunk`` of a cold request."""
-        assert 0 < chunk.num_tokens <= min(request.num_pending_tokens, self.max_cold_tokens)
-        self.num_free_tokens -= chunk.num_tokens
+        assert 0 < chunk.num_tokens <= self._room(request, self.max_cold_tokens)
+        self._take(request, chunk.num_tokens)
         self._num_free_cold_tokens -= chunk.num_tokens
         self._num_free_cold_rows -= 1
         self.rows.cold_chunks.append((request, chunk))

@@ -139,7 +139,7 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
     return SimulatedMachine(
         name=_title(profile),
         model=profile.model,
-        memory_bytes=_memory_bytes(profile, config),
+        memory_bytes=int(profile.free_bytes * config.memory_share(device_type)),
         kv_bytes_per_token=shape.kv_bytes_per_token,
         adapter_bytes_per_rank=profile.budgets[0].adapter_bytes // profile.budgets[0].rank,
         group_targets=tuple(
@@ -153,11 +153,6 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
         has_pages=device_type == "cuda",
         max_rank=max(budget.rank for budget in profile.budgets),
     )
-
-
-def _memory_bytes(profile: Profile, config: EngineConfig) -> int:
-    """For KV and adapters: a share of the free memory."""
-    return int(profile.free_bytes * config.memory_fraction)
 
 
 def _title(profile: Profile) -> str:

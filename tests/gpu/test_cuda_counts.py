@@ -26,6 +26,7 @@ _LLAMA_8B = {
     "adapters": (559, 7, 1, 2, 2704),
     "one adapter": (559, 7, 1, 2, 2368),
     "one long context": (335, 7, 1, 2, 2320),
+    "and adapters": (591, 7, 1, 2, 2704),
     "prompt": (560, 7, 1, 2, 13176),
     "temperature": (303, 15, 1, 3, 2960),
     "top_p": (303, 40, 1, 3, 3632),
@@ -59,6 +60,21 @@ def test_the_check_and_simulated_gpus_expect_what_is_counted() -> None:
     assert (expected["base"], expected["adapters"]) == (LAUNCHES, LAUNCHES + LORA_LAUNCHES)
 
 
+def _check_memory(largest: dict[str, int]) -> None:
+    assert largest["first"] - largest["again"] < 2**20, "it has taken memory that it keeps"
+    assert 0.6 * largest["set aside"] < largest["first"] <= largest["set aside"]
+
+
+def test_the_largest_step_has_its_memory(llama: Figures) -> None:
+    _check_memory(llama["largest"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "mixtral-8x7b"])
+def test_the_largest_step_of_experts_has_its_memory(model: str) -> None:
+    _check_memory(_count(model)[model]["largest"])
+
+
 # q and k are normed with their rotation, and Gemma's norms behind a module with the sum.
 @pytest.mark.full
 @pytest.mark.parametrize(("model", "base", "adapters"), [("qwen3-8b", 338, 626), ("gemma2-9b", 396, 732)])
@@ -66,6 +82,7 @@ def test_launches_of_other_models(model: str, base: int, adapters: int) -> None:
     counted = _count(model)[model]
     launches = counted["base"]["launches"], counted["adapters"]["launches"]
     assert launches == (base, adapters)
+    _check_memory(counted["largest"])
 
 
 # Launches of tiny models of two layers, without and with adapters.

@@ -247,7 +247,7 @@ def engine_options(engine: EngineConfig, serve: ServeConfig, share: EngineShare)
         num_threads = engine.cpu_threads or share.num_threads
         engine = replace(engine, cpu_cores="none", cpu_threads=num_threads)
     if share.memory_bytes is not None and engine.memory_gib is None:
-        memory_gib = share.memory_bytes * engine.memory_fraction / _GIB
+        memory_gib = share.memory_bytes * engine.memory_share("cpu") / _GIB
         engine = replace(engine, memory_gib=memory_gib)
     if share.host_adapter_bytes is not None and engine.host_adapter_bytes is None:
         engine = replace(engine, host_adapter_bytes=str(share.host_adapter_bytes))

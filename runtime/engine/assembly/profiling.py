@@ -24,6 +24,7 @@ from ...config.engine import EngineConfig
 from ...errors import ConfigError, CorunError, ModelError, ResourceError
 from ...machine.facts import MachineFacts, read_machine_facts
 from .placement import Placement, kept_directory, place_engine
+from .sizes import step_bytes
 from .turns import measure_turns
 
 if TYPE_CHECKING:
@@ -225,7 +226,8 @@ def _measure(
             supervisor_cpus=plan.supervisor_cpus,
             delta_cpu=plan.worker_cpus[0] if plan.worker_cpus else max(allowed),
             coexecution_off="" if plan.worker_cpus else plan.reasons[-1].removeprefix(_OFF),
-            free_bytes=assemble.free_bytes(loaded.model.device, read_machine_facts().memory_available_bytes),
+            free_bytes=assemble.free_bytes(loaded.model.device, read_machine_facts().memory_available_bytes)
+            - step_bytes(config, loaded),
         )
         profile = measure_profile(
             bench, Listener(listener.on_estimate, listener.on_report), CpuUseSampler(cpus).use

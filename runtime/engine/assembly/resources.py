@@ -8,6 +8,7 @@ from ...config.notations import parse_num_bytes
 from ...errors import ConfigError, ResourceError
 from ...memory.make import adapter_share
 from ...memory.policies.registry import splits_memory
+from ...scheduler.step_draft import MAX_SCORED_TOKENS
 
 _GIB = 2**30
 
@@ -24,6 +25,11 @@ _ADDRESSES_PER_BYTE = 2
 _HISTORY_SHARE = 1 / 4
 _MACHINE_SHARE = 1 / 2  # of a machine's memory, by default
 _GROUP_SHARE = 0.85  # of a control group's limit, which applies to this program alone
+# Of a step on CUDA. Beside the matrices: the residual, its norm, and copies of both.
+_HIDDEN_STATES = 4
+# For each logit beside itself: its log-probability, its probability, and sums in float64.
+_SAMPLER_BYTES = 16
+_CANDIDATES_BYTES = 2**16  # for the most likely tokens of a row
 # Adapters that are not listed: added to --lora-dir later, by resolvers, or over HTTP.
 _MIN_UNLISTED_ADAPTERS = 8
 _UNLISTED_RANK = 64
@@ -37,6 +43,42 @@ class DeviceFacts:
     free_bytes: int  # after the model has been loaded
     block_bytes: int  # one KV block over all layers
     host: "HostFacts | None" = None  # if its memory is the host's
+    step_bytes: int = 0  # of the largest step on CUDA: see ``LargestStep``
+
+    @property
+    def room_bytes(self) -> int:
+        """What KV and adapters may have; raises ``ResourceError`` if a step leaves nothing."""
+        if self.step_bytes < self.free_bytes or not self.step_bytes:
+            return self.free_bytes - self.step_bytes
+        raise ResourceError(
+            f"the largest step may need {self.step_bytes / _GIB:.3g} GiB, but only "
+            f"{self.free_bytes / _GIB:.3g} GiB are free on {self.type} with the model loaded; lower "
+            "--max-num-batched-tokens or --max-num-seqs"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LargestStep:
+    """The largest step, and what the sizes of its tensors depend on."""
+
+    num_tokens: int
+    num_rows: int  # each with logits of one token
+    layer_width: int  # values per token that the matrices of the widest layer read and write
+    hidden_size: int
+    vocab_size: int
+    itemsize: int  # bytes of one value of the model
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the step takes, as if all tensors of a layer lived at once.
+
+        Tests hold it to what steps of models of real size take.
+        """
+        token_values = self.layer_width + _HIDDEN_STATES * self.hidden_size
+        num_logits = (self.num_rows + MAX_SCORED_TOKENS) * self.vocab_size
+        computing = num_logits * max(self.itemsize + 4, 3 * self.itemsize)
+        sampling = num_logits * 4 + self.num_rows * (self.vocab_size * _SAMPLER_BYTES + _CANDIDATES_BYTES)
+        return self.num_tokens * token_values * self.itemsize + max(computing, sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +180,10 @@ def _capacity_bytes(config: EngineConfig, facts: DeviceFacts, max_model_len: int
     if config.memory_gib is None:
         return min(_default_bounds(config, facts, max_model_len))
     asked_bytes = int(config.memory_gib * _GIB)
-    if asked_bytes > facts.free_bytes:
+    if asked_bytes > facts.room_bytes:
         raise ResourceError(
-            f"--memory-gib is {config.memory_gib:g}, but only {facts.free_bytes / _GIB:.3g} GiB "
-            f"are free on {facts.type} with the model loaded"
+            f"--memory-gib is {config.memory_gib:g}, but only {facts.room_bytes / _GIB:.3g} GiB "
+            f"are free on {facts.type} with the model loaded{_beside_step(facts)}"
         )
     return asked_bytes, "--memory-gib"
 
@@ -150,8 +192,11 @@ def _default_bounds(
     config: EngineConfig, facts: DeviceFacts, max_model_len: int
 ) -> Iterator[tuple[int, str]]:
     """Yield the limits of memory without ``--memory-gib``, each with its reason."""
-    share = config.memory_fraction
-    yield int(facts.free_bytes * share), f"{share:.0%} of the free memory (--memory-fraction)"
+    share = config.memory_share(facts.type)
+    yield (
+        int(facts.room_bytes * share),
+        f"{share:.0%} of the free memory (--memory-fraction){_beside_step(facts)}",
+    )
     host = facts.host
     if host is None:
         return
@@ -173,6 +218,15 @@ def _default_bounds(
         yield int(host.limit_bytes * _GROUP_SHARE), group
     else:
         yield int(host.total_bytes * _MACHINE_SHARE), "half of the machine's memory"
+
+
+def _beside_step(facts: DeviceFacts) -> str:
+    if not facts.step_bytes:
+        return ""
+    return (
+        f", beside {facts.step_bytes / _GIB:.3g} GiB for the largest step "
+        "(--max-num-batched-tokens, --max-num-seqs)"
+    )
 
 
 def needed_adapter_bytes(listed_bytes: Sequence[int], bytes_per_rank: int, max_rank: int) -> int:

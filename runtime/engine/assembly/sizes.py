@@ -13,6 +13,7 @@ from .resources import (
     ArenaPlan,
     DeviceFacts,
     HostFacts,
+    LargestStep,
     MemoryPlan,
     needed_adapter_bytes,
     plan_copied_arena,
@@ -56,6 +57,7 @@ def plan_engine_memory(
     device_facts = DeviceFacts(
         type=device.type,
         free_bytes=free_bytes,
+        step_bytes=step_bytes(config, loaded),
         block_bytes=block_bytes,
         host=_host_facts(config, loaded, facts, adapters) if device.type == "cpu" else None,
     )
@@ -63,6 +65,20 @@ def plan_engine_memory(
     _LOG.info("memory: %.3g GiB for KV and adapters: %s", memory.capacity_bytes / _GIB, memory.reason)
     memory = replace(memory, num_host_slots=num_host_slots)
     return memory, arena or plan_shared_arena(config, memory.capacity_bytes)
+
+
+def step_bytes(config: EngineConfig, loaded: "LoadedModel") -> int:
+    """Return the memory on CUDA that the largest step takes; on the CPU, where steps are small, 0."""
+    if loaded.model.device.type != "cuda":
+        return 0
+    return LargestStep(
+        num_tokens=loaded.max_step_tokens,
+        num_rows=min(config.max_num_seqs, loaded.max_step_tokens),
+        layer_width=loaded.layer_width,
+        hidden_size=loaded.config.hidden_size,
+        vocab_size=loaded.config.vocab_size,
+        itemsize=loaded.dtype.itemsize,
+    ).num_bytes
 
 
 def copies_adapters(config: EngineConfig, loaded: "LoadedModel") -> bool:

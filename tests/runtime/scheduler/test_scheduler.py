@@ -5,6 +5,7 @@ from corun.runtime.plan import RequestId
 from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.events import RequestEvent
 from corun.runtime.scheduler.scheduler import Scheduler
+from corun.runtime.scheduler.step_draft import MAX_SCORED_TOKENS
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import (
     Guess,
@@ -91,6 +92,21 @@ def test_limits_of_a_step_hold() -> None:
         assert scheduler.num_running <= 3
         assert executor.plans[-1].num_tokens <= 7
     assert len(outputs_of(events)) == 9
+
+
+def test_scored_prompts_share_their_tokens_of_a_step() -> None:
+    """Each has logits over the vocabulary, for which memory is set aside."""
+    scheduler = make_scheduler(
+        memory=make_memory(num_blocks=256), max_model_len=256, max_num_batched_tokens=400
+    )
+    executor = make_executor(scheduler)
+    scored = [make_request(number, prompt=100, prompt_logprobs=0) for number in (1, 2, 3)]
+    add_all(scheduler, [*scored, make_request(4, prompt=100)])
+    planned = []
+    for _ in range(3):
+        turn(scheduler, executor)
+        planned.append({number: row[2] for number, row in rows_of(executor.plans[-1]).items() if row[2] > 1})
+    assert planned == [{1: 100, 2: MAX_SCORED_TOKENS - 100, 4: 100}, {2: 72, 3: 56}, {3: 44}]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

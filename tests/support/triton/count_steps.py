@@ -4,6 +4,7 @@ The product's own executor runs plans over a model without values. ``python -m
 support.triton.count_steps MODEL...`` prints one JSON object: the figures of each model's steps.
 """
 
+import gc
 import json
 import sys
 import tempfile
@@ -30,6 +31,9 @@ from corun.gpu.model.skeleton import build_skeleton
 from corun.gpu.model.source import ModelSource, load_config
 from corun.gpu.model.stored_quantization import read_stored_quantization
 from corun.runtime.config.engine import EngineConfig
+from corun.runtime.engine.assembly.sizes import step_bytes
+from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.step_draft import MAX_SCORED_TOKENS
 from support.architectures import ARCHITECTURES, save_model
 from support.stored_formats import fp8_modules, store_in
 from support.triton.counting import FakeCuda, Launch, Work, fake_cuda, load_guard
@@ -243,9 +247,31 @@ def figures(forward: Work, sampling: Work, longest: int) -> dict[str, int]:
     return counts
 
 
+_LONG = [Row(32768, adapter=0), *[Row(512, adapter=number) for number in range(1, NUM_ROWS)]]
 _TINY_STEPS = ("base", "adapters")
 # Their forward pass is that of "base".
 SAMPLED_STEPS = {name: [Row(512, sampling=sampling)] * NUM_ROWS for name, sampling in SAMPLING.items()}
+
+
+def _largest_step(num_tokens: int, num_rows: int) -> list[Row]:
+    """A step in which all parts of the sampler have rows, and copies of logits, of their own."""
+    drawn = SamplingParams(temperature=1.0, logprobs=5, max_tokens=8)
+    scored = Row(MAX_SCORED_TOKENS + 1, MAX_SCORED_TOKENS + 1, 0, replace(drawn, prompt_logprobs=1))
+    some = [*[Row(512, 2, 0, drawn)] * (num_rows - 3), Row(512, 2), scored]
+    num_left = num_tokens - sum(row.num_tokens for row in some)
+    return [*some, Row(num_left, num_left, 0, drawn)]
+
+
+def count_memory(gpu: FakeCuda, config: Any) -> dict[str, int]:
+    """Bytes that the largest step takes, the first time and again, and bytes set aside for it."""
+    engine, options = CountedEngine(gpu, config, RANKS[-1:]), EngineConfig()
+    gc.collect()  # tensors of other engines must not end meanwhile
+    try:
+        batch = _largest_step(engine.loaded.max_step_tokens, options.max_num_seqs)
+        first, again = (max(work.peak_bytes for work in engine.count(batch)) for _ in range(2))
+        return {"first": first, "again": again, "set aside": step_bytes(options, engine.loaded)}
+    finally:
+        engine.close()
 
 
 def count_steps(
@@ -266,7 +292,8 @@ def count_steps(
 def count_real(gpu: FakeCuda, model: str) -> Figures:
     """Count steps of one of ``MODELS``, from two and four layers: they alternate in pairs."""
     max_len = config_of(model).max_position_embeddings
-    steps = {name: batch for name, batch in STEPS.items() if all(row.context_len < max_len for row in batch)}
+    steps = {**STEPS, "and adapters": _LONG}
+    steps = {name: batch for name, batch in steps.items() if all(row.context_len < max_len for row in batch)}
     two = count_steps(gpu, config_of(model, 2), {**steps, **SAMPLED_STEPS})
     four = count_steps(gpu, config_of(model, 4), steps)
     more_pairs = config_of(model).num_hidden_layers // 2 - 1
@@ -277,7 +304,7 @@ def count_real(gpu: FakeCuda, model: str) -> Figures:
             name: number + more_pairs * (four[like][name] - two[like][name])
             for name, number in counts.items()
         }
-    return counted
+    return {**counted, "largest": count_memory(gpu, config_of(model, 2))}
 
 
 def count_tiny(gpu: FakeCuda, model: str) -> Figures:

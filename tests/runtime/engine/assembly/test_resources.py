@@ -154,6 +154,17 @@ def test_asking_for_more_than_is_free_is_refused_with_both_numbers() -> None:
         plan_memory(EngineConfig(memory_gib=8.0), facts(), 4096)
 
 
+def test_on_cuda_the_largest_step_has_its_memory() -> None:
+    step = replace(facts(kind="cuda"), step_bytes=3 * GIB)
+    for config in (EngineConfig(), EngineConfig(memory_fraction=1.0), EngineConfig(memory_gib=1.0)):
+        plan = plan_memory(config, step, 4096)
+        assert 0.94 * GIB < plan.capacity_bytes <= GIB, config
+    with pytest.raises(ResourceError, match=r"only 1 GiB are free .* 3 GiB for the largest step"):
+        plan_memory(EngineConfig(memory_gib=1.01), step, 4096)
+    with pytest.raises(ResourceError, match=r"step may need 5 GiB, but only 4 .*; lower --max-num-b"):
+        plan_memory(EngineConfig(), replace(step, step_bytes=5 * GIB), 4096)
+
+
 def test_too_little_for_the_context_asked_for() -> None:
     small = facts(free_gib=1 / 64)
     config = EngineConfig(max_model_len=4096, memory_fraction=1.0)
