@@ -2,10 +2,10 @@
 
 1. The round trip of a word between two pinned processes, both in compiled code.
 2. One invocation from Python: descriptor, signal, wait, release. x, 16 tokens of hidden size 4096,
-   is in its slot; arithmetic and copies are left out on both sides. To 1, 2, 4 and 8 receivers at
-   a time, each with a mailbox of its own.
+   is in its place; arithmetic and copies are left out on both sides. To teams of 1, 2, 4 and 8
+   receivers: one descriptor, one signal and one wait for all of them.
 3. The same over Unix sockets, in turn: with the descriptor and the result only, and with x and y
-   as payload, as there is no slot.
+   as payload, as there is no place.
 
 This process has the first CPU alone; the receivers share the others. With more than one receiver
 per CPU, receivers sleep at once instead of spinning, and the figures are marked. The last line is
@@ -34,8 +34,8 @@ from corun.shm.control import Control
 from corun.shm.job import Job, JobStatus, WorkerState, WorkerStatus
 from corun.shm.mailbox import ProducerEnd, SupervisorEnd
 from corun.shm.park import SPIN_NS, wait_until
-from corun.shm.rings import Rings, RingShape
 from corun.shm.segment import Segment
+from corun.shm.shared_rows import RowShape, SharedRows
 from invocation_peers import DESCRIPTOR_BYTES, RESULT_BYTES, TIMEOUT_S, WORDS_KIND, receive
 from paired import MAX_CONTROL_SPREAD, compare, median_interval, report
 
@@ -98,13 +98,14 @@ def _round_trips_us(messages: Messages, cpu: int) -> list[float]:
 
 
 class Mailboxes:
-    """Invokes all receivers by mailbox."""
+    """Invokes all receivers, a team, by its mailbox."""
 
-    def __init__(self, control: Control, rings: Rings, messages: Messages) -> None:
-        self._shape = rings.shape
+    def __init__(self, control: Control, rows: SharedRows, messages: Messages) -> None:
+        self._shape = rows.shape
         self._messages = messages
+        self._members = (1 << control.num_workers) - 1
+        self._end = ProducerEnd(control)
         boxes = [control.mailbox(worker) for worker in range(control.num_workers)]
-        self._ends = [ProducerEnd(box) for box in boxes]
         self._supervisors = [SupervisorEnd(box) for box in boxes]
 
     def announce(self, status: WorkerStatus) -> None:
@@ -113,28 +114,26 @@ class Mailboxes:
             end.announce(WorkerState(1, status))
 
     def __call__(self) -> None:
-        """Invoke every receiver once, and take their results."""
-        messages, shape = self._messages, self._shape
-        for worker, end in enumerate(self._ends):
-            sequence, stride_bytes = end.next_sequence, messages.hidden * 2
-            end.publish(
-                Job(
-                    sequence,
-                    1,
-                    0,
-                    shape.x_offset(worker, sequence),
-                    shape.y_offset(worker, sequence),
-                    messages.tokens,
-                    stride_bytes,
-                    stride_bytes,
-                    100,
-                )
+        """Invoke the team once, and take its result."""
+        end, shape = self._end, self._shape
+        sequence = end.next_sequence
+        end.publish(
+            Job(
+                sequence,
+                self._messages.tokens,
+                0,
+                shape.x_offset(0),
+                shape.y_offset(0),
+                shape.h_offset(0),
+                self._members,
+                1,
+                100,
             )
-            store_release(end.ready_address, sequence)  # as the accelerator does
-        for end in self._ends:
-            end.wait_done(end.next_sequence - 1, timeout_s=TIMEOUT_S)
-            if end.take_result().status != JobStatus.DONE:
-                raise RuntimeError("an invocation failed")
+        )
+        store_release(end.ready_address, sequence)  # as the accelerator does
+        end.wait_done(sequence, timeout_s=TIMEOUT_S)
+        if end.take_result().status != JobStatus.DONE:
+            raise RuntimeError("an invocation failed")
 
 
 class Sockets:
@@ -157,11 +156,11 @@ class Sockets:
 @contextlib.contextmanager
 def _mailboxes(messages: Messages, cpus: Sequence[int]) -> Iterator[Mailboxes]:
     """Receivers by mailbox, one to an entry of ``cpus``."""
-    shape = RingShape(len(cpus), 2, messages.payload_bytes, messages.payload_bytes)
+    shape = RowShape(messages.tokens, messages.hidden * 2, messages.hidden * 2, 4)
     spin_ns = SPIN_NS if len(set(cpus)) == len(cpus) else 0
-    with Control.create(num_workers=len(cpus)) as control, Rings.create(shape) as rings:
+    with Control.create(num_workers=len(cpus)) as control, SharedRows.create(shape) as rows:
         commands = [("mailbox", control.fd, cpu, worker, spin_ns) for worker, cpu in enumerate(cpus)]
-        mailboxes = Mailboxes(control, rings, messages)
+        mailboxes = Mailboxes(control, rows, messages)
         with _peers(commands, [control.fd]):
             mailboxes.announce(WorkerStatus.RUNNING)
             yield mailboxes

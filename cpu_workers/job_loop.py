@@ -5,6 +5,8 @@ import gc
 import json
 import logging
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,21 +15,33 @@ from ..shm.control import Control
 from ..shm.errors import FormatError
 from ..shm.job import Job, JobStatus
 from ..shm.mailbox import WorkerEnd
-from ..shm.region import ALIGNMENT_BYTES, read_header
-from ..shm.rings import Rings
+from ..shm.region import ALIGNMENT_BYTES, Region, read_header
 from ..shm.segment import Segment
+from ..shm.shared_rows import H_ITEM_BYTES, SharedRows
 from .deltas.base import ITEM_BYTES, DeltaBackend, DeltaJob
+from .deltas.numba_backend import NumbaDelta
 from .deltas.select import Deltas, make_backend
 from .deltas.table import DeltaTable
 from .kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from .messages import WorkerSetup
+from .teams import TeamPart, part_of
 
 _MAX_KNOWN_SHAPES = 1024
 _WARM_UP_FEATURES = 32
 _RUNNING_TIMEOUT_S = 60.0
-_X_PATIENCE_S = 0.05  # how long to wait for x before checking the worker's state
+_PATIENCE_S = 0.05  # how long to wait for x, or for a member, before checking the worker's state
 
 _LOG = logging.getLogger(__name__)
+
+
+class _Task(NamedTuple):
+    """A worker's part of a job."""
+
+    job: DeltaJob
+    part: TeamPart
+    h_address: int
+    sharers: int  # the members that share its h, as in ``Job.members``
+    backend: DeltaBackend | None  # None = they share it
 
 
 class JobLoop:
@@ -39,14 +53,15 @@ class JobLoop:
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._arena = Segment.attach(setup.descriptors.arena, kind=KIND)
-        self._rings = Rings.attach(setup.descriptors.rings)
+        self._rows = SharedRows.attach(setup.descriptors.rows)
         self._control = Control.attach(setup.descriptors.control)
         self._end = WorkerEnd(self._control.mailbox(setup.worker), setup.generation)
         self._deltas = Deltas(DeltaTable.from_json(json.loads(setup.settings.delta_table)))
         for name in self._deltas.names:
             _warm_up(make_backend(name))
+        self._shared = NumbaDelta()  # the only one whose parts have the bits of the whole
         # The same few shapes occur repeatedly.
-        self._choose = functools.lru_cache(maxsize=_MAX_KNOWN_SHAPES)(self._deltas.choose)
+        self._plan = functools.lru_cache(maxsize=_MAX_KNOWN_SHAPES)(self._plan_part)
         # Objects loaded so far are permanent: garbage collections during jobs should skip them.
         gc.freeze()
 
@@ -66,44 +81,87 @@ class JobLoop:
                     return True
                 continue
             task = self._prepare(job)
-            while not end.wait_x(job, timeout_s=_X_PATIENCE_S):
-                if not end.is_running():
-                    return True
+            if not self._patiently(end.wait_x, job):
+                return True
             end.begin(job)
-            end.finish(job, self._compute(job, task))
+            status = self._compute(job, task)
+            if status is None:
+                return True
+            end.finish(job, status)
 
-    def _prepare(self, job: Job) -> tuple[DeltaBackend, DeltaJob] | None:
+    def _prepare(self, job: Job) -> _Task | None:
         """Prepare the job while x is being sent; None if it cannot be computed."""
+        members = [number for number in range(job.members.bit_length()) if job.members >> number & 1]
+        place, sharers = members.index(self._end.mailbox.worker), len(members) // job.token_parts
         try:
             region = read_header(self._arena.buffer[job.arena_offset :])
-            backend = self._choose(region, job.num_tokens)
+            part, backend = self._plan(region, job.num_tokens, len(members), job.token_parts, place)
         except FormatError as error:
             _LOG.error("job %d is not computed: %s", job.sequence, error)
             return None
-        rings, arena = self._rings.address, self._arena.address
-        return backend, DeltaJob(
+        first = place // sharers * sharers
+        x_stride, y_stride = region.in_features * ITEM_BYTES, region.y_columns * ITEM_BYTES
+        rows, arena = self._rows.address, self._arena.address
+        delta_job = DeltaJob(
             region,
             arena + job.arena_offset,
-            rings + job.x_offset,
-            job.x_stride_bytes,
-            rings + job.y_offset,
-            job.y_stride_bytes,
-            job.num_tokens,
+            rows + job.x_offset + part.first_token * x_stride,
+            x_stride,
+            rows + job.y_offset + part.first_token * y_stride,
+            y_stride,
+            part.num_tokens,
+        )
+        return _Task(
+            delta_job,
+            part,
+            rows + job.h_offset + part.first_token * region.padded_ranks * H_ITEM_BYTES,
+            sum(1 << number for number in members[first : first + sharers]),
+            backend,
         )
 
-    def _compute(self, job: Job, task: tuple[DeltaBackend, DeltaJob] | None) -> JobStatus:
+    def _plan_part(
+        self, region: Region, num_tokens: int, num_members: int, token_parts: int, place: int
+    ) -> tuple[TeamPart, DeltaBackend | None]:
+        """The part of a member, and its back end; raises ``FormatError`` as ``Deltas.choose`` does."""
+        part = part_of(region, num_tokens, num_members, token_parts, place)
+        backend = self._deltas.choose(region, max(1, part.num_tokens))
+        return part, backend if num_members == token_parts else None
+
+    def _compute(self, job: Job, task: _Task | None) -> JobStatus | None:
+        """Compute this worker's part; None if the state changes."""
         if task is None:
             return JobStatus.FAILED
-        slowdown = job.slowdown_permille / 1000
-        started_ns = time.thread_time_ns() if slowdown > 1 else 0
+        part, h_address = task.part, task.h_address
         try:
-            task[0].compute(task[1])
+            if part.num_tokens == 0:
+                return JobStatus.DONE
+            if task.backend is not None:
+                _slowly(job, task.backend.compute, task.job)
+                return JobStatus.DONE
+            _slowly(job, self._shared.shrink, task.job, h_address, part.tiles)
+            if not self._patiently(self._end.wait_members, job, task.sharers):
+                return None
+            _slowly(job, self._shared.expand, task.job, h_address, part.groups)
         except Exception:
             _LOG.exception("job %d failed", job.sequence)
             return JobStatus.FAILED
-        if slowdown > 1:
-            _spin((time.thread_time_ns() - started_ns) * (slowdown - 1))
         return JobStatus.DONE
+
+    def _patiently(self, wait: Callable[..., bool], *arguments: object) -> bool:
+        """Wait until it has come true; False if the state changes."""
+        while not wait(*arguments, timeout_s=_PATIENCE_S):
+            if not self._end.is_running():
+                return False
+        return True
+
+
+def _slowly(job: Job, compute: Callable[..., None], *arguments: object) -> None:
+    """Compute, and take as much longer as the job says."""
+    slowdown = job.slowdown_permille / 1000
+    started_ns = time.thread_time_ns() if slowdown > 1 else 0
+    compute(*arguments)
+    if slowdown > 1:
+        _spin((time.thread_time_ns() - started_ns) * (slowdown - 1))
 
 
 def _warm_up(backend: DeltaBackend) -> None:
@@ -114,11 +172,10 @@ def _warm_up(backend: DeltaBackend) -> None:
     ones = np.ones((_WARM_UP_FEATURES, 1), np.uint16)
     write_region(region, [Matrices(ones.T.copy(), ones)], memory.data[start:])
     x, y = np.zeros((2, 1, _WARM_UP_FEATURES), np.uint16)
-    backend.compute(
-        DeltaJob(
-            region, memory.ctypes.data + start, x.ctypes.data, x.strides[0], y.ctypes.data, y.strides[0], 1
-        )
+    job = DeltaJob(
+        region, memory.ctypes.data + start, x.ctypes.data, x.strides[0], y.ctypes.data, y.strides[0], 1
     )
+    backend.compute(job)
 
 
 def _spin(duration_ns: float) -> None:

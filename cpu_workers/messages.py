@@ -15,12 +15,12 @@ class Descriptors(msgspec.Struct, frozen=True, array_like=True):
     """Numbers of inherited descriptors; the same in every process."""
 
     control: int
-    rings: int
+    rows: int
     arena: int
 
     def all(self) -> tuple[int, ...]:
         """Return the numbers."""
-        return (self.control, self.rings, self.arena)
+        return (self.control, self.rows, self.arena)
 
 
 class DeltaMeasurement(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,7 @@
 """The engine's interface to CPU workers: shared memory, jobs in, results out.
 
 Owns the segments of the jobs and, by its ``SupervisorMonitor``, the processes. Independent of
-models and requests: a job is a number of tokens and places in shared memory.
+models and requests: a job is a number of tokens, a team, and places in shared memory.
 """
 
 import contextlib
@@ -14,16 +14,17 @@ from typing import Self
 
 from ..shm.backing import Backing
 from ..shm.control import Control
+from ..shm.errors import WorkerUnavailableError
 from ..shm.job import Job, WorkerStatus
 from ..shm.mailbox import ProducerEnd
-from ..shm.rings import ITEM_BYTES, Rings, RingShape
 from ..shm.segment import Segment
+from ..shm.shared_rows import RowShape, SharedRows
 from ..shm.words import wrap
 from .deltas.table import DeltaTable
 from .errors import WorkerPoolError
 from .messages import DeltaMeasurement, Descriptors, Setup, WorkerSettings
-from .slices import SliceJob
 from .supervisor_monitor import SupervisorMonitor, WorkerCounts
+from .teams import TeamJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +33,11 @@ class PoolConfig:
 
     worker_cpus: tuple[int, ...]  # one worker each
     supervisor_cpus: tuple[int, ...] = ()  # () = those of the caller
-    max_slice_tokens: int  # of one job
+    max_tokens: int  # of all jobs of an input group together
     max_in_features: int  # width of x, of the widest input group, padded for the kernels
     max_out_columns: int  # width of y, padded, all targets of the group together
-    num_ring_slots: int = 2  # a worker's jobs with x or y in transit; a power of two
-    num_job_slots: int = 256  # jobs that may be published to a worker; a power of two
+    max_padded_ranks: int  # width of h, all targets of the group together
+    num_job_slots: int = 256  # jobs that may be published; a power of two
     backend: str = "auto"  # of deltas
     delta_table: DeltaTable | None = None  # times of deltas on this machine; None = measure them
     measured_columns: tuple[int, ...] = (4096, 1024, 1024)  # of the targets of a usual group
@@ -49,7 +50,7 @@ class PoolConfig:
 class WorkerPool:
     """See the module. One thread submits and takes jobs; other methods may be called by any thread.
 
-    The order of a job: ``submit``, x into ``rings.rows(job.x_offset, ...)`` and ``ready`` stored
+    The order of a job: ``submit``, x into ``rows.rows(job.x_offset, ...)`` and ``ready`` stored
     (both asynchronously by the accelerator), ``done``, ``take_result``, y read.
     """
 
@@ -65,7 +66,7 @@ class WorkerPool:
         """Jobs submitted from now on take this many times as long as necessary."""
         num_workers = len(config.worker_cpus)
         with contextlib.ExitStack() as undo:
-            self.rings = undo.enter_context(Rings.create(_ring_shape(config), backing=config.backing))
+            self.rows = undo.enter_context(SharedRows.create(_row_shape(config), backing=config.backing))
             self.control = undo.enter_context(
                 Control.create(
                     num_workers=num_workers,
@@ -74,9 +75,8 @@ class WorkerPool:
                     backing=config.backing,
                 )
             )
-            self._ends = [ProducerEnd(self.control.mailbox(worker)) for worker in range(num_workers)]
-            self._slots = [self._slots_of(worker) for worker in range(num_workers)]
-            descriptors = Descriptors(self.control.fd, self.rings.fd, arena.fd)
+            self._end: ProducerEnd | None = ProducerEnd(self.control)
+            descriptors = Descriptors(self.control.fd, self.rows.fd, arena.fd)
             table = config.delta_table
             settings = WorkerSettings(
                 config.backend,
@@ -93,7 +93,7 @@ class WorkerPool:
     @property
     def num_workers(self) -> int:
         """The configured number of workers."""
-        return len(self._ends)
+        return len(self.config.worker_cpus)
 
     @property
     def is_available(self) -> bool:
@@ -104,8 +104,9 @@ class WorkerPool:
         """The workers that take jobs now; none without a supervisor."""
         if not self._monitor.is_watching:
             return ()
+        end = self.end
         return tuple(
-            worker for worker, end in enumerate(self._ends) if end.state().status == WorkerStatus.RUNNING
+            worker for worker in range(self.num_workers) if end.state(worker).status == WorkerStatus.RUNNING
         )
 
     @property
@@ -122,6 +123,12 @@ class WorkerPool:
         text = self._monitor.delta_table
         return _table_of(text) if text else None
 
+    @property
+    def shares_matrices(self) -> bool:
+        """Whether workers have the one back end that computes parts of ranks and columns."""
+        table = self.delta_table()
+        return table is not None and "numba" in table.backends
+
     def wait_ready(self, timeout_s: float, *, num_workers: int | None = None) -> None:
         """Wait until this many workers, or all, take jobs.
 
@@ -137,34 +144,41 @@ class WorkerPool:
             f"{timeout_s:g} s: {self.trouble or 'they are still starting'}"
         )
 
-    def end(self, worker: int) -> ProducerEnd:
-        """A worker's mailbox: the words that the accelerator signals and waits on, and results."""
-        return self._ends[worker]
+    @property
+    def end(self) -> ProducerEnd:
+        """The mailbox: the words that the accelerator signals and waits on, and results."""
+        assert self._end is not None, "the pool is closed"
+        return self._end
 
-    def submit(self, worker: int, tasks: Sequence[SliceJob]) -> list[Job]:
-        """Publish jobs, all or none; returns them with their numbers and places in the rings.
+    def submit(self, tasks: Sequence[TeamJob]) -> list[Job]:
+        """Publish jobs, all or none; returns them with their numbers and places.
 
-        Raises ``WorkerUnavailableError`` if the worker accepts none, ``MailboxFullError`` if more
-        than ``num_job_slots`` of its jobs would have untaken results. If the worker dies
-        afterwards, the jobs' results are FAILED.
+        Raises ``WorkerUnavailableError`` if a member accepts none, ``MailboxFullError`` if more
+        than ``num_job_slots`` jobs would have untaken results. If a member dies afterwards, the
+        results of its jobs are FAILED.
         """
-        end, slots = self._ends[worker], self._slots[worker]
-        sequence, generation = end.next_sequence, end.generation()
+        end, shape = self.end, self.rows.shape
+        for worker in {worker for task in tasks for worker in task.members}:
+            status = end.state(worker).status
+            if status != WorkerStatus.RUNNING:
+                raise WorkerUnavailableError(f"worker {worker} is {status.name.lower()}")
+        sequence = end.next_sequence
         slowdown_permille = round(self.slowdown * 1000)
         jobs = []
         for task in tasks:
-            self._check(task)
-            x_offset, y_offset = slots[sequence % len(slots)]
+            first, num_tokens = task.first_token, task.num_tokens
+            assert 0 <= first < first + num_tokens <= shape.num_tokens, task
+            assert len(task.members) % task.token_parts == 0, task
             jobs.append(
                 Job(
                     sequence,
-                    generation,
+                    num_tokens,
                     task.arena_offset,
-                    x_offset,
-                    y_offset,
-                    task.num_tokens,
-                    task.in_columns * ITEM_BYTES,
-                    task.out_columns * ITEM_BYTES,
+                    shape.x_offset(first),
+                    shape.y_offset(first),
+                    shape.h_offset(first),
+                    sum(1 << worker for worker in task.members),
+                    task.token_parts,
                     task.predicted_us,
                     slowdown_permille,
                 )
@@ -173,9 +187,9 @@ class WorkerPool:
         end.publish_all(jobs)
         return jobs
 
-    def wait_done(self, worker: int, sequence: int, *, timeout_s: float) -> None:
+    def wait_done(self, sequence: int, *, timeout_s: float) -> None:
         """Wait on the host for a job's end. Raises ``WaitTimeoutError``."""
-        self._ends[worker].wait_done(sequence, timeout_s=timeout_s)
+        self.end.wait_done(sequence, timeout_s=timeout_s)
 
     def close(self) -> None:
         """End the processes and free the segments. Idempotent.
@@ -184,9 +198,9 @@ class WorkerPool:
         segments, or ends of mailboxes, are held elsewhere; the processes are ended even then.
         """
         self._monitor.close()
-        self._ends.clear()
+        self._end = None
         self.control.close()
-        self.rings.close()
+        self.rows.close()
 
     def __enter__(self) -> Self:
         return self
@@ -195,31 +209,17 @@ class WorkerPool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._monitor.close()
-        self._ends.clear()
+        self._end = None
         self.control.__exit__(kind, error, traceback)
-        self.rings.__exit__(kind, error, traceback)
-
-    def _slots_of(self, worker: int) -> list[tuple[int, int]]:
-        """Places of x and y in the rings, by job number modulo the number of slots."""
-        shape = self.rings.shape
-        return [
-            (shape.x_offset(worker, slot), shape.y_offset(worker, slot)) for slot in range(shape.num_slots)
-        ]
-
-    def _check(self, task: SliceJob) -> None:
-        limit = self.config
-        assert 0 < task.num_tokens <= limit.max_slice_tokens, task
-        assert 0 < task.in_columns <= limit.max_in_features, task
-        assert 0 < task.out_columns <= limit.max_out_columns, task
+        self.rows.__exit__(kind, error, traceback)
 
 
-def _ring_shape(config: PoolConfig) -> RingShape:
-    return RingShape.for_widths(
-        num_workers=len(config.worker_cpus),
-        num_slots=config.num_ring_slots,
-        max_slice_tokens=config.max_slice_tokens,
+def _row_shape(config: PoolConfig) -> RowShape:
+    return RowShape.for_widths(
+        num_tokens=config.max_tokens,
         max_in_features=config.max_in_features,
         max_out_columns=config.max_out_columns,
+        max_padded_ranks=config.max_padded_ranks,
     )
 
 

@@ -98,6 +98,9 @@ class MachineModel:
     load_s: float = 0.0
     decode_token_share: float = 1.0  # tokens of the curve that a decode row counts as
 
+    member_s: float = 0.0  # what a team of workers costs beside its products: see ``TeamCosts``
+    share_s: float = 0.0
+
     def invoke_s(self, num_tokens: int) -> float:
         """One input group's invocation, beside the arithmetic."""
         return self.invocation_s + self.invocation_s_per_token * num_tokens

@@ -68,6 +68,16 @@ def _store_release_64(typing_context: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def _compare_exchange_32(typing_context: Any, address: Any, seen: Any, value: Any) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        place = _pointer(builder, args[0], _I32)
+        pair = builder.cmpxchg(place, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 1)
+
+    return types.boolean(types.int64, types.int32, types.int32), generate
+
+
+@intrinsic
 def _fence(typing_context: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         builder.fence("seq_cst")
@@ -145,6 +155,15 @@ def store_release_64(address: int, value: int) -> None:
     """``store_release`` for 8 bytes."""
     _fence()
     _store_release_64(address, value)
+
+
+@numba.njit("boolean(int64, int32, int32)", nogil=True, cache=_KEPT)
+def compare_exchange(address: int, seen: int, value: int) -> bool:
+    """Store ``value`` to the 4-byte word at ``address`` if it is still ``seen``; whether it was.
+
+    A full fence.
+    """
+    return bool(_compare_exchange_32(address, seen, value))
 
 
 @numba.njit("void()", nogil=True, cache=_KEPT)

@@ -1,4 +1,4 @@
-"""The control segment: the mailboxes of all workers."""
+"""The control segment: the team's words, the words of each worker, and the jobs."""
 
 from dataclasses import dataclass
 from types import TracebackType
@@ -9,45 +9,52 @@ from .errors import FormatError, ShmError
 from .layout import (
     CONTROL_FIELDS,
     JOB_BYTES,
-    JOBS_OFFSET,
     LINE_BYTES,
-    RESULT_BYTES,
-    mailbox_bytes,
-    offset_of,
-    results_offset,
+    TEAM_BYTES,
+    TEAM_FIELDS,
+    WORKER_BYTES,
+    WORKER_FIELDS,
+    jobs_offset,
+    offset_in,
     structure,
 )
 from .segment import Segment
 from .words import wrap
 
 CONTROL_KIND = "control"
+MAX_WORKERS = 63  # bits of ``Job.members``
 
 _GEOMETRY = structure(CONTROL_FIELDS, LINE_BYTES)
+_TEAM_NAMES = {field.name for field in TEAM_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """The mailbox of the producer and one worker: addresses in this process.
+    """The team's mailbox as one worker sees it: addresses in this process.
 
     ``buffer`` is the mailbox itself; it stays mapped while referenced.
     """
 
     worker: int
+    num_workers: int
     num_slots: int
-    address: int
+    team: int  # address of the team's lines
     buffer: memoryview
 
+    @property
+    def own(self) -> int:
+        """The address of the worker's lines."""
+        return self.team + TEAM_BYTES + self.worker * WORKER_BYTES
+
     def word(self, name: str) -> int:
-        """The address of a field of ``MAILBOX_FIELDS``."""
-        return self.address + offset_of(name)
+        """The address of a field of ``TEAM_FIELDS``, or of the worker's ``WORKER_FIELDS``."""
+        if name in _TEAM_NAMES:
+            return self.team + offset_in(TEAM_FIELDS, name)
+        return self.own + offset_in(WORKER_FIELDS, name)
 
     def job_offset(self, sequence: int) -> int:
-        """The offset of the job's descriptor from the mailbox's start."""
-        return JOBS_OFFSET + sequence % self.num_slots * JOB_BYTES
-
-    def result_offset(self, sequence: int) -> int:
-        """The offset of the job's result from the mailbox's start."""
-        return results_offset(self.num_slots) + sequence % self.num_slots * RESULT_BYTES
+        """The offset of the job in ``buffer``."""
+        return jobs_offset(self.num_workers) + sequence % self.num_slots * JOB_BYTES
 
 
 class Control:
@@ -62,21 +69,22 @@ class Control:
     def create(
         cls, *, num_workers: int, num_slots: int = 256, first_sequence: int = 1, backing: Backing = "auto"
     ) -> Self:
-        """Make empty mailboxes of ``num_slots`` jobs each; all workers are absent.
+        """Make an empty mailbox of ``num_slots`` jobs; all workers are absent.
 
         ``num_slots`` is a power of two, so that slots stay consecutive where sequence numbers
         wrap around. Raises ``ShmError`` and its subclasses.
         """
         _check_shape(num_workers, num_slots)
-        num_bytes = LINE_BYTES + num_workers * mailbox_bytes(num_slots)
+        num_bytes = LINE_BYTES + _mailbox_bytes(num_workers, num_slots)
         segment = Segment.create(num_bytes, kind=CONTROL_KIND, backing=backing)
         _GEOMETRY.pack_into(segment.buffer, 0, num_workers, num_slots)
         control = cls(segment, num_workers, num_slots)
         before_first = wrap(first_sequence - 1).to_bytes(4, "little", signed=True)
         for worker in range(num_workers):
-            buffer = control.mailbox(worker).buffer
-            for name in ("published", "ready", "done", "started"):
-                buffer[offset_of(name) : offset_of(name) + 4] = before_first
+            box = control.mailbox(worker)
+            for name in ("published", "ready", "done", "finished", "arrived", "started"):
+                start = box.word(name) - box.team
+                box.buffer[start : start + 4] = before_first
         return control
 
     @classmethod
@@ -86,7 +94,7 @@ class Control:
         shape = _GEOMETRY.unpack_from(segment.buffer, 0)
         try:
             _check_shape(*shape)
-            if segment.num_bytes != LINE_BYTES + shape[0] * mailbox_bytes(shape[1]):
+            if segment.num_bytes != LINE_BYTES + _mailbox_bytes(*shape):
                 raise ShmError(f"{segment.num_bytes} bytes")
         except ShmError as error:
             segment.close()
@@ -99,12 +107,10 @@ class Control:
         return self.segment.fd
 
     def mailbox(self, worker: int) -> Mailbox:
-        """The mailbox of a worker."""
+        """The mailbox as a worker sees it."""
         assert 0 <= worker < self.num_workers, worker
-        size = mailbox_bytes(self.num_slots)
-        start = LINE_BYTES + worker * size
-        address = self.segment.address + start
-        return Mailbox(worker, self.num_slots, address, self.segment.buffer[start : start + size])
+        team = self.segment.address + LINE_BYTES
+        return Mailbox(worker, self.num_workers, self.num_slots, team, self.segment.buffer[LINE_BYTES:])
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed with the last referenced mailbox."""
@@ -119,8 +125,12 @@ class Control:
         self.close()
 
 
+def _mailbox_bytes(num_workers: int, num_slots: int) -> int:
+    return jobs_offset(num_workers) + num_slots * JOB_BYTES
+
+
 def _check_shape(num_workers: int, num_slots: int) -> None:
-    if num_workers < 1:
-        raise ShmError(f"{num_workers} workers are not possible: there must be at least one")
+    if not 1 <= num_workers <= MAX_WORKERS:
+        raise ShmError(f"a team of {num_workers} workers is not possible: it has 1 to {MAX_WORKERS}")
     if num_slots < 2 or num_slots & (num_slots - 1) or num_slots > 2**20:
         raise ShmError(f"a mailbox of {num_slots} slots: it must be a power of two, 2 to 2^20")

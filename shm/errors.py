@@ -24,12 +24,12 @@ class MailboxFullError(ShmError):
     """No slot is free: take results before publishing more jobs."""
 
 
-class RingFullError(ShmError):
-    """More jobs would be running than a worker's rings have slots for x and y."""
+class RowsFullError(ShmError):
+    """A pass has more tokens than the workers' memory has rows."""
 
 
 class WorkerUnavailableError(ShmError):
-    """The worker of a mailbox accepts no jobs: it is starting, stopping or dead."""
+    """A worker accepts no jobs: it is starting, stopping or dead."""
 
 
 class WaitTimeoutError(ShmError):

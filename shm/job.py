@@ -1,42 +1,13 @@
-"""The contents of a mailbox: jobs, results, and the state of a worker."""
+"""The contents of the control segment: jobs, and the state of a worker."""
 
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Self
 
-from .layout import JOB_BYTES, JOB_FIELDS, RESULT_BYTES, RESULT_FIELDS, structure
+from .layout import JOB_BYTES, JOB_FIELDS, structure
 from .words import wrap
 
 _JOB = structure(JOB_FIELDS, JOB_BYTES)
-_RESULT = structure(RESULT_FIELDS, RESULT_BYTES)
-
-
-class Job(NamedTuple):
-    """A slice of tokens of one (layer, input group) of one adapter. The fields of ``JOB_FIELDS``.
-
-    x is bf16 [num_tokens, in features] and y bf16 [num_tokens, padded out columns of all targets],
-    in rows of the strides given. A tuple, because a pass makes one per layer and input group.
-    """
-
-    sequence: int  # int32, the one after the last job's
-    generation: int  # of the worker that it is for
-    arena_offset: int
-    x_offset: int
-    y_offset: int
-    num_tokens: int
-    x_stride_bytes: int
-    y_stride_bytes: int
-    predicted_us: int
-    slowdown_permille: int = 1000  # deliberate slowdown: thousandths of the normal time
-
-    def write(self, buffer: memoryview, offset: int) -> None:
-        """Encode to 64 bytes."""
-        _JOB.pack_into(buffer, offset, *self)
-
-    @classmethod
-    def read(cls, buffer: memoryview, offset: int) -> Self:
-        """Decode."""
-        return cls(*_JOB.unpack_from(buffer, offset))
 
 
 class JobStatus(IntEnum):
@@ -46,23 +17,35 @@ class JobStatus(IntEnum):
     FAILED = 2
 
 
-class Result(NamedTuple):
-    """How a job ended; ``duration_us`` is 0 for a job that was not computed."""
+class Job(NamedTuple):
+    """The rows of one (layer, input group) of one adapter, for a team. The fields of ``JOB_FIELDS``.
 
-    sequence: int
-    generation: int
-    status: JobStatus
-    duration_us: int
+    x is bf16 [num_tokens, in features], y bf16 [num_tokens, padded out columns of all targets] and
+    h, which members share, float32 [num_tokens, padded ranks of all targets]; each contiguous. A
+    tuple, because a pass makes one per layer and input group.
+    """
+
+    sequence: int  # int32, the one after the last job's
+    num_tokens: int
+    arena_offset: int
+    x_offset: int
+    y_offset: int
+    h_offset: int
+    members: int  # bit n: worker n computes a part
+    token_parts: int
+    predicted_us: int
+    slowdown_permille: int = 1000  # deliberate slowdown: thousandths of the normal time
+    status: int = JobStatus.DONE  # once it is done
+    duration_us: int = 0  # of the last member; 0 if it was not computed
 
     def write(self, buffer: memoryview, offset: int) -> None:
-        """Encode to 16 bytes."""
-        _RESULT.pack_into(buffer, offset, *self)
+        """Encode to ``JOB_BYTES``."""
+        _JOB.pack_into(buffer, offset, *self)
 
     @classmethod
     def read(cls, buffer: memoryview, offset: int) -> Self:
-        """Decode. Raises ``ValueError`` for an unknown status."""
-        sequence, generation, status, duration_us = _RESULT.unpack_from(buffer, offset)
-        return cls(sequence, generation, JobStatus(status), duration_us)
+        """Decode."""
+        return cls(*_JOB.unpack_from(buffer, offset))
 
 
 class WorkerStatus(IntEnum):

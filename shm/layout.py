@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 LINE_BYTES = 64
-JOB_BYTES = 64
-RESULT_BYTES = 16
+JOB_BYTES = 128
 
 Kind = Literal["int32", "int64"]
 _CODES = {"int32": "i", "int64": "q"}
@@ -36,65 +35,79 @@ _FOR_DEAD = "worker while running or stopping; supervisor at other times"
 
 CONTROL_FIELDS = (
     Field("num_workers", 0, "int32", "creator", "all", "workers"),
-    Field("num_slots", 4, "int32", "creator", "all", "jobs that a mailbox holds, a power of two"),
+    Field("num_slots", 4, "int32", "creator", "all", "jobs that the team's mailbox holds, a power of two"),
 )
-"""Line at the start of the control segment; mailboxes follow, by worker."""
+"""Line at the start of the control segment; the lines of the team follow."""
 
-MAILBOX_FIELDS = (
-    Field("published", 0, "int32", _HOST, "worker, supervisor", "last job with a complete descriptor"),
+TEAM_FIELDS = (
+    Field("published", 0, "int32", _HOST, "workers, supervisor", "last job with a complete descriptor"),
+    Field("ready", 64, "int32", "accelerator", "workers", "last job with x available"),
+    Field(
+        "done",
+        128,
+        "int32",
+        "the member that finishes a job last; supervisor for a dead one",
+        "accelerator, producer, supervisor",
+        "last job that all its members have finished",
+    ),
+    Field(
+        "waiter_sleeps",
+        192,
+        "int32",
+        _HOST,
+        "workers, supervisor",
+        "1 from before a thread of the producer sleeps on done until it is awake",
+    ),
+)
+"""Lines of the team; by worker follow the lines of ``WORKER_FIELDS``, and then ``num_slots`` jobs."""
+
+WORKER_FIELDS = (
     Field(
         "worker_sleeps",
-        64,
+        0,
         "int32",
         _WORKER,
         "producer, supervisor",
         "1 from before the worker sleeps on published until it is awake",
     ),
-    Field("ready", 128, "int32", "accelerator", _WORKER, "last job with x available"),
-    Field("done", 192, "int32", _FOR_DEAD, "accelerator, producer, supervisor", "last job with a result"),
-    Field(
-        "waiter_sleeps",
-        256,
-        "int32",
-        _HOST,
-        "worker, supervisor",
-        "1 from before a thread of the producer sleeps on done until it is awake",
-    ),
-    Field("heartbeat_ns", 320, "int64", _WORKER, _SUPERVISOR, "time of the worker's last heartbeat"),
-    Field("started", 328, "int32", _WORKER, _SUPERVISOR, "last job with a started computation"),
-    Field("state", 384, "int64", _SUPERVISOR, "producer, worker", "generation of the worker * 2^32 + status"),
+    Field("finished", 64, "int32", _FOR_DEAD, "all", "last job that this worker computes no more"),
+    Field("arrived", 128, "int32", _FOR_DEAD, "workers", "last job of which its part of h is computed"),
+    Field("heartbeat_ns", 192, "int64", _WORKER, _SUPERVISOR, "time of the worker's last heartbeat"),
+    Field("started", 200, "int32", _WORKER, _SUPERVISOR, "last job with a started computation"),
+    Field("state", 256, "int64", _SUPERVISOR, "producer, worker", "generation of the worker * 2^32 + status"),
 )
-"""Lines at the start of a mailbox; ``num_slots`` jobs follow, and then ``num_slots`` results."""
+"""Lines of one worker."""
 
 JOB_FIELDS = (
-    Field("sequence", 0, "int32", _HOST, "worker, supervisor", "number of the job; wraps around"),
-    Field("generation", 4, "int32", _HOST, _WORKER, "of the worker that the job is for"),
-    Field("arena_offset", 8, "int64", _HOST, _WORKER, "of the matrices, in the adapter arena"),
-    Field("x_offset", 16, "int64", _HOST, _WORKER, "of x, in the rings"),
-    Field("y_offset", 24, "int64", _HOST, _WORKER, "of y, in the rings"),
-    Field("num_tokens", 32, "int32", _HOST, _WORKER, "rows of x and y"),
-    Field("x_stride_bytes", 36, "int32", _HOST, _WORKER, "from a row of x to the next"),
-    Field("y_stride_bytes", 40, "int32", _HOST, _WORKER, "from a row of y to the next"),
-    Field("predicted_us", 44, "int32", _HOST, _SUPERVISOR, "predicted duration"),
-    Field("slowdown_permille", 48, "int32", _HOST, "worker, supervisor", "deliberate slowdown, 1000 = none"),
+    Field("sequence", 0, "int32", _HOST, "workers, supervisor", "number of the job; wraps around"),
+    Field("num_tokens", 4, "int32", _HOST, "workers", "rows of x and y"),
+    Field("arena_offset", 8, "int64", _HOST, "workers", "of the matrices, in the adapter arena"),
+    Field("x_offset", 16, "int64", _HOST, "workers", "of x, in the shared rows"),
+    Field("y_offset", 24, "int64", _HOST, "workers", "of y, in the shared rows"),
+    Field("h_offset", 32, "int64", _HOST, "workers", "of h, in the shared rows"),
+    Field("members", 40, "int64", _HOST, "workers, supervisor", "bit n: worker n computes a part"),
+    Field("token_parts", 48, "int32", _HOST, "workers", "parts of the tokens; members of a part share h"),
+    Field("predicted_us", 52, "int32", _HOST, _SUPERVISOR, "predicted duration"),
+    Field("slowdown_permille", 56, "int32", _HOST, "workers, supervisor", "deliberate slowdown, 1000 = none"),
+    Field(
+        "status",
+        64,
+        "int32",
+        "producer; members and supervisor only set 2",
+        _HOST,
+        "once done: 1: y is computed, 2: it is not",
+    ),
+    Field("duration_us", 68, "int32", "members", _HOST, "time since a member began, by the last to finish"),
 )
-"""One job: a slice of tokens of one (layer, input group) of one adapter."""
+"""One job: the rows of one (layer, input group) of one adapter."""
 
-RESULT_FIELDS = (
-    Field("sequence", 0, "int32", _FOR_DEAD, _HOST, "number of the job"),
-    Field("generation", 4, "int32", _FOR_DEAD, _HOST, "of the worker that wrote it"),
-    Field("status", 8, "int32", _FOR_DEAD, _HOST, "1: y is computed, 2: it is not"),
-    Field("duration_us", 12, "int32", _FOR_DEAD, _HOST, "time since the computation began"),
+ROWS_FIELDS = (
+    Field("num_tokens", 0, "int64", "creator", "all", "rows of x, of y and of h"),
+    Field("x_row_bytes", 8, "int64", "creator", "all", "bytes of the widest row of x"),
+    Field("y_row_bytes", 16, "int64", "creator", "all", "bytes of the widest row of y"),
+    Field("h_row_bytes", 24, "int64", "creator", "all", "bytes of the widest row of h"),
 )
-"""One result, in the slot of its job."""
-
-RINGS_FIELDS = (
-    Field("num_workers", 0, "int32", "creator", "all", "as in the control segment"),
-    Field("num_slots", 4, "int32", "creator", "all", "slots of each ring, a power of two"),
-    Field("x_slot_bytes", 8, "int64", "creator", "all", "bytes of a slot of x"),
-    Field("y_slot_bytes", 16, "int64", "creator", "all", "bytes of a slot of y"),
-)
-"""Line at the start of the rings; by worker follow slots of x, then of y."""
+"""Line at the start of the shared rows; all x, all y and all h follow."""
 
 
 def structure(fields: tuple[Field, ...], num_bytes: int) -> struct.Struct:
@@ -106,23 +119,15 @@ def structure(fields: tuple[Field, ...], num_bytes: int) -> struct.Struct:
     return struct.Struct(f"{code}{num_bytes - end}x")
 
 
-_MAILBOX_OFFSETS = {field.name: field.offset for field in MAILBOX_FIELDS}
+TEAM_BYTES = len(TEAM_FIELDS) * LINE_BYTES
+WORKER_BYTES = (max(field.offset for field in WORKER_FIELDS) // LINE_BYTES + 1) * LINE_BYTES
 
 
-def offset_of(name: str) -> int:
-    """Offset of a mailbox's field from the mailbox's start."""
-    return _MAILBOX_OFFSETS[name]
+def offset_in(fields: tuple[Field, ...], name: str) -> int:
+    """Offset of a field from the start of its table."""
+    return next(field.offset for field in fields if field.name == name)
 
 
-JOBS_OFFSET = (max(field.offset for field in MAILBOX_FIELDS) // LINE_BYTES + 1) * LINE_BYTES
-
-
-def results_offset(num_slots: int) -> int:
-    """Offset of a mailbox's results from the mailbox's start."""
-    return JOBS_OFFSET + num_slots * JOB_BYTES
-
-
-def mailbox_bytes(num_slots: int) -> int:
-    """Size of a mailbox: whole lines."""
-    unrounded = results_offset(num_slots) + num_slots * RESULT_BYTES
-    return -(-unrounded // LINE_BYTES) * LINE_BYTES
+def jobs_offset(num_workers: int) -> int:
+    """Offset of the jobs from the team's lines."""
+    return TEAM_BYTES + num_workers * WORKER_BYTES

@@ -1,13 +1,14 @@
-"""The three ends of a mailbox: the producer's, the worker's, the supervisor's.
+"""The three ends of a team's mailbox: the producer's, a worker's, the supervisor's.
 
 An end writes only what its process may write (``layout``). Jobs have consecutive numbers, are done
 in this order, and are identified by them; the numbers wrap around as int32.
 
-A job is for one worker: it carries the generation that the producer saw running. If that worker
-dies, the job ends as FAILED. The supervisor fails outstanding jobs once it has reaped the worker,
-and a replacement refuses jobs of another generation than its own, so the exact time of death does
-not matter. Only the producer reuses a slot, and only after it has taken the result, so a result is
-available until it is taken.
+A job is for its members, workers that the producer saw running. If one of them dies, the job ends
+as FAILED, once: the supervisor finishes the dead worker's jobs once it has
+reaped it, and the others finish theirs, so no process writes a y that the producer takes for free.
+A job that is published after a replacement runs is computed by it, so the exact time of death does
+not matter. Only the producer reuses a slot, and only after it has taken the result. A worker that has
+not looked at it until then was no member.
 """
 
 import time
@@ -16,11 +17,11 @@ from dataclasses import dataclass
 
 from . import loop
 from .atomics import fence, load_acquire, load_acquire_64, monotonic_ns, store_release, store_release_64
-from .control import Mailbox
-from .errors import MailboxFullError, ShmError, WorkerUnavailableError
+from .control import Control, Mailbox
+from .errors import MailboxFullError, ShmError
 from .futex import wake
-from .job import Job, JobStatus, Result, WorkerState, WorkerStatus
-from .park import PARK_NS, SPIN_NS, publish, wait_until
+from .job import Job, JobStatus, WorkerState, WorkerStatus
+from .park import PARK_NS, SPIN_NS, wait_until
 from .words import distance, has_reached, wrap
 
 X_SPIN_NS = 20_000_000
@@ -32,19 +33,18 @@ def _state(mailbox: Mailbox) -> WorkerState:
 
 
 class ProducerEnd:
-    """Publishes jobs, and takes their results in order. One per mailbox; for one thread."""
+    """Publishes jobs, and takes their results in order. One per control segment; for one thread."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.mailbox = mailbox
+    def __init__(self, control: Control) -> None:
+        self._mailboxes = [control.mailbox(worker) for worker in range(control.num_workers)]
+        self.mailbox = mailbox = self._mailboxes[0]
         self.ready_address = mailbox.word("ready")
         """Signalled by the accelerator when the x of a job has arrived."""
         self.done_address = mailbox.word("done")
         """Awaited by the accelerator for the y of a job."""
         self.waiter_sleeps_address = mailbox.word("waiter_sleeps")
         """For ``park.wait_until`` on ``done_address``: makes it sleep until it is woken."""
-        self._published_address = mailbox.word("published")
-        self._worker_sleeps_address = mailbox.word("worker_sleeps")
-        self._published: int = load_acquire(self._published_address)
+        self._published: int = load_acquire(mailbox.word("published"))
         self._taken = self._published
 
     @property
@@ -71,41 +71,34 @@ class ProducerEnd:
         """Whether there is room for this many more jobs."""
         return self.num_outstanding + num_jobs <= self.mailbox.num_slots
 
-    def state(self) -> WorkerState:
-        """The worker's state now; it may die at any time, which does no harm."""
-        return _state(self.mailbox)
-
-    def generation(self) -> int:
-        """The generation of a step's jobs. Raises ``WorkerUnavailableError`` if none is running."""
-        state = self.state()
-        if state.status != WorkerStatus.RUNNING:
-            raise WorkerUnavailableError(f"worker {self.mailbox.worker} is {state.status.name.lower()}")
-        return state.generation
+    def state(self, worker: int) -> WorkerState:
+        """A worker's state now; it may die at any time, which does no harm."""
+        return _state(self._mailboxes[worker])
 
     def publish(self, job: Job) -> None:
         """Publish a job; see ``publish_all``."""
         self.publish_all((job,))
 
     def publish_all(self, jobs: Sequence[Job]) -> None:
-        """Publish jobs, all of them at once, and wake the worker if it sleeps.
+        """Publish jobs, all of them at once, and wake the workers that sleep.
 
-        Their signals and waits on the accelerator are enqueued afterwards. If the worker has died
-        meanwhile, or has another generation than a job, the job fails and is not lost. Raises
-        ``MailboxFullError`` if there are too few free slots; then nothing is published.
+        Their signals and waits on the accelerator are enqueued afterwards. If a member has died
+        meanwhile, its jobs fail and are not lost. Raises ``MailboxFullError`` if there are too few
+        free slots; then nothing is published.
         """
         assert jobs and jobs[0].sequence == self.next_sequence, (jobs[:1], self.next_sequence)
+        mailbox = self.mailbox
         if not self.can_publish(len(jobs)):
-            mailbox = self.mailbox
             raise MailboxFullError(
-                f"{self.num_outstanding} of {mailbox.num_slots} slots of worker {mailbox.worker} "
-                f"hold jobs with untaken results, so {len(jobs)} more do not fit; take "
-                "results first, or make it with more slots"
+                f"{self.num_outstanding} of {mailbox.num_slots} slots hold jobs with untaken results, so "
+                f"{len(jobs)} more do not fit; take results first, or make it with more slots"
             )
-        buffer, job_offset = self.mailbox.buffer, self.mailbox.job_offset
+        loop.claim_slots(mailbox.team, mailbox.num_workers, mailbox.num_slots, jobs[0].sequence, len(jobs))
+        buffer, job_offset = mailbox.buffer, mailbox.job_offset
         for job in jobs:
             job.write(buffer, job_offset(job.sequence))
         self._published = jobs[-1].sequence
-        publish(self._published_address, self._published, self._worker_sleeps_address)
+        loop.publish_jobs(mailbox.team, mailbox.num_workers, self._published)
 
     def is_done(self, sequence: int) -> bool:
         """Whether the result of a job is written."""
@@ -126,15 +119,15 @@ class ProducerEnd:
             is_peer_alive=is_peer_alive,
         )
 
-    def take_result(self) -> Result:
-        """Take the oldest untaken result; its job's slot is free afterwards.
+    def take_result(self) -> Job:
+        """Take the oldest untaken result: its job, with its status; the slot is free afterwards.
 
-        Raises ``ShmError`` if its job is not done, or if the slot holds another result.
+        Raises ``ShmError`` if the job is not done, or if the slot holds another one.
         """
         sequence = self.oldest_sequence
         if self.num_outstanding == 0 or not self.is_done(sequence):
-            raise ShmError(f"job {sequence} of worker {self.mailbox.worker} is not done")
-        result = self._read_result(sequence)
+            raise ShmError(f"job {sequence} is not done")
+        result = self._read_done(sequence)
         self._taken = sequence
         return result
 
@@ -144,29 +137,25 @@ class ProducerEnd:
         Raises ``ShmError`` as ``take_result`` does; then nothing is taken.
         """
         if self.num_outstanding and not self.is_done(self._published):
-            raise ShmError(f"job {self._published} of worker {self.mailbox.worker} is not done")
+            raise ShmError(f"job {self._published} is not done")
         first = self._taken + 1
         sequences = [wrap(first + number) for number in range(self.num_outstanding)]
         failed = tuple(
-            sequence for sequence in sequences if self._read_result(sequence).status is not JobStatus.DONE
+            sequence for sequence in sequences if self._read_done(sequence).status != JobStatus.DONE
         )
         self._taken = self._published
         return failed
 
-    def _read_result(self, sequence: int) -> Result:
-        """The result of a job that is done. Raises ``ShmError`` if it is another job's."""
-        mailbox = self.mailbox
-        try:
-            result = Result.read(mailbox.buffer, mailbox.result_offset(sequence))
-        except ValueError as error:
-            raise ShmError(f"the result of job {sequence} is not valid: {error}") from error
-        if result.sequence != sequence:
-            raise ShmError(f"the result of job {sequence} is that of job {result.sequence}")
-        return result
+    def _read_done(self, sequence: int) -> Job:
+        """A job that is done. Raises ``ShmError`` if its slot holds another one."""
+        job = Job.read(self.mailbox.buffer, self.mailbox.job_offset(sequence))
+        if job.sequence != sequence:
+            raise ShmError(f"the slot of job {sequence} holds job {job.sequence}")
+        return job
 
 
 class WorkerEnd:
-    """Takes jobs and writes their results. One per mailbox, in the worker of ``generation``.
+    """Takes jobs and writes their results. One per worker, in its process of ``generation``.
 
     ``next_job``, ``wait_x``, ``begin``, the kernel, ``finish``, and again.
     """
@@ -185,7 +174,7 @@ class WorkerEnd:
     def wait_running(self, timeout_s: float) -> bool:
         """Wait until the supervisor sets this worker to RUNNING; False after ``timeout_s``.
 
-        From then on it owns ``done``, and takes the jobs after the last that is done.
+        From then on it owns its words, and takes the jobs after the last that it has finished.
         """
         deadline = time.monotonic() + timeout_s
         while load_acquire_64(self.mailbox.word("state")) != self._own_state:
@@ -194,7 +183,7 @@ class WorkerEnd:
             self.heartbeat()
             time.sleep(0.001)
         store_release(self.mailbox.word("worker_sleeps"), 0)  # of a dead worker
-        self._next = wrap(load_acquire(self.mailbox.word("done")) + 1)
+        self._next = wrap(load_acquire(self.mailbox.word("finished")) + 1)
         return True
 
     def is_running(self) -> bool:
@@ -202,48 +191,69 @@ class WorkerEnd:
         return bool(load_acquire_64(self.mailbox.word("state")) == self._own_state)
 
     def next_job(self, *, spin_ns: int = SPIN_NS, park_ns: int = PARK_NS) -> Job | None:
-        """The next job; None if none comes within about ``park_ns`` or the state changes.
+        """The next job of which it is a member; None if none comes within about ``park_ns``.
 
-        Jobs for another generation are failed at once. Raises ``ShmError`` if the descriptor is not
-        that of the job.
+        None, too, if the state changes. Raises ``ShmError`` if the descriptor is not that of the
+        job.
         """
         assert self._next is not None, "wait_running comes first"
         mailbox = self.mailbox
         while True:
             sequence = self._next
-            found = loop.await_job(mailbox.address, sequence, self._own_state, spin_ns, park_ns)
+            found = loop.await_job(mailbox.team, mailbox.own, sequence, self._own_state, spin_ns, park_ns)
             if found != loop.ARRIVED:
                 return None
-            job = Job.read(mailbox.buffer, mailbox.job_offset(sequence))
-            if job.sequence != sequence:
-                raise ShmError(f"the slot of job {sequence} holds job {job.sequence}")
-            if job.generation == self.generation:
+            offset = mailbox.job_offset(sequence)
+            job = Job.read(mailbox.buffer, offset)
+            is_whole = loop.holds(mailbox.team + offset, sequence)
+            if is_whole and job.members >> mailbox.worker & 1:
                 return job
-            self._complete(sequence, JobStatus.FAILED, 0)
+            # Only a slot of which this worker is no member may hold a later job.
+            later = distance(job.sequence, sequence)
+            if not is_whole and (later < 0 or later % mailbox.num_slots):
+                raise ShmError(f"the slot of job {sequence} holds job {job.sequence}")
+            self._next = wrap(sequence + 1)
+            loop.skip(mailbox.own, sequence)
 
     def wait_x(self, job: Job, *, timeout_s: float, spin_ns: int = X_SPIN_NS) -> bool:
         """Wait for the job's x; False after ``timeout_s``, or if the state changes."""
+        mailbox = self.mailbox
         found = loop.await_x(
-            self.mailbox.address, job.sequence, self._own_state, spin_ns, int(timeout_s * 1e9)
+            mailbox.team, mailbox.own, job.sequence, self._own_state, spin_ns, int(timeout_s * 1e9)
+        )
+        return bool(found == loop.ARRIVED)
+
+    def wait_members(self, job: Job, members: int, *, timeout_s: float) -> bool:
+        """Tell that this worker's part of h is written, and wait for those of ``members``.
+
+        False after ``timeout_s`` for one of them, or if the state changes.
+        """
+        mailbox = self.mailbox
+        found = loop.await_members(
+            mailbox.team, mailbox.own, members, job.sequence, self._own_state, int(timeout_s * 1e9)
         )
         return bool(found == loop.ARRIVED)
 
     def begin(self, job: Job) -> None:
         """Record that the computation begins; the supervisor's deadline counts from here."""
         self._began_ns = time.monotonic_ns()
-        loop.begin(self.mailbox.address, job.sequence)
+        loop.begin(self.mailbox.own, job.sequence)
 
     def finish(self, job: Job, status: JobStatus = JobStatus.DONE) -> None:
-        """Write the result, with the time since ``begin``; y must have been written."""
+        """Finish the job as one of its members; its part of y must have been written."""
         assert job.sequence == self._next, (job.sequence, self._next)
         duration_us = (time.monotonic_ns() - self._began_ns) // 1000
-        self._complete(job.sequence, status, min(duration_us, 2**31 - 1))
-
-    def _complete(self, sequence: int, status: JobStatus, duration_us: int) -> None:
-        self._next = wrap(sequence + 1)
+        self._next = wrap(job.sequence + 1)
+        mailbox = self.mailbox
         # A plain int: compiled functions take ten microseconds to recognise an enum.
-        loop.complete(
-            self.mailbox.address, self.mailbox.num_slots, sequence, self.generation, int(status), duration_us
+        loop.finish(
+            mailbox.team,
+            mailbox.num_workers,
+            mailbox.num_slots,
+            mailbox.own,
+            job.sequence,
+            int(status),
+            min(duration_us, 2**31 - 1),
         )
 
 
@@ -276,10 +286,10 @@ class SupervisorEnd:
             wake(self.mailbox.word("published"))
 
     def num_outstanding(self) -> int:
-        """Published jobs that are not done."""
-        # In this order: a job that is done between the two reads was published before.
-        done = load_acquire(self.mailbox.word("done"))
-        return distance(load_acquire(self.mailbox.word("published")), done)
+        """Published jobs that the worker has not finished, or looked at."""
+        # In this order: a job that is finished between the two reads was published before.
+        finished = load_acquire(self.mailbox.word("finished"))
+        return distance(load_acquire(self.mailbox.word("published")), finished)
 
     def activity(self) -> Activity:
         """The worker's current activity. The job's deadline counts from ``heartbeat_ns``."""
@@ -287,28 +297,18 @@ class SupervisorEnd:
         started = load_acquire(word("started"))
         heartbeat_ns = load_acquire_64(word("heartbeat_ns"))
         job = Job.read(self.mailbox.buffer, self.mailbox.job_offset(started))
-        is_computing = wrap(load_acquire(word("done")) + 1) == started
+        is_computing = wrap(load_acquire(word("finished")) + 1) == started
         return Activity(heartbeat_ns, job if is_computing and job.sequence == started else None)
 
     def fail_outstanding(self) -> int:
-        """Write FAILED for all jobs that are not done and release their waits; returns how many.
+        """Fail all jobs that the worker was to compute, and release all waits for it.
+
+        Returns how many were failed, without those that another member had failed.
 
         For a worker that is reaped, or not running yet. Repeat it at every poll in these states,
-        because the producer may publish before it has seen the state. The results have the
-        generation announced last.
+        because the producer may publish before it has seen the state.
         """
         state = self.state()
         assert state.status not in (WorkerStatus.RUNNING, WorkerStatus.STOPPING), state
         mailbox = self.mailbox
-        num_jobs = self.num_outstanding()
-        done = load_acquire(mailbox.word("done"))
-        for step in range(1, num_jobs + 1):
-            loop.complete(
-                mailbox.address,
-                mailbox.num_slots,
-                wrap(done + step),
-                state.generation,
-                int(JobStatus.FAILED),
-                0,
-            )
-        return num_jobs
+        return int(loop.finish_for_dead(mailbox.team, mailbox.num_workers, mailbox.num_slots, mailbox.worker))

@@ -30,6 +30,7 @@ HEADER_BYTES = 64
 TARGET_BYTES = 64
 VERSION = 3
 TOKEN_BYTES = 4
+RANKS_PER_TILE = 8  # of A, as it is packed
 MAX_TARGETS = 16  # of one input group; gate and up, or q, k and v, have two or three
 
 _MAGIC = b"corunreg"
@@ -110,6 +111,11 @@ class Region:
     def y_columns(self) -> int:
         """Width of y: the padded columns of all targets."""
         return sum(target.padded_columns for target in self.targets)
+
+    @property
+    def padded_ranks(self) -> int:
+        """Ranks of all targets, each in whole tiles: the width of the hidden values."""
+        return sum(-(-target.rank // RANKS_PER_TILE) * RANKS_PER_TILE for target in self.targets)
 
     @property
     def rank_sum(self) -> int:

@@ -113,11 +113,8 @@ class Rig:
     def slowness(self, rank_sums: tuple[int, ...], num_tokens: int, ratio: float) -> Slowness:
         """What makes the deltas of the worst input group take ``ratio`` of its base product."""
         model = self.profile.model
-        num_slices = -(-num_tokens // model.tokens_per_worker)
         natural = max(
-            num_slices
-            * group.delta_s.at(rank_sum, -(-num_tokens // num_slices))
-            / group.base_s.at(num_tokens)
+            group.delta_s.at(rank_sum, num_tokens) / group.base_s.at(num_tokens)
             for group, rank_sum in zip(model.groups, rank_sums, strict=True)
             if rank_sum
         )

@@ -9,13 +9,12 @@ import torch
 from corun.cpu_workers.pool import WorkerPool
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.lora.adapter_layout import GroupKey
-from corun.shm.job import Result
+from corun.shm.job import Job
 
 
 @dataclass(slots=True)
 class _Job:
     key: GroupKey
-    worker: int
     sequence: int
     signalled_ns: int
     wait_begins_ns: int = 0
@@ -37,7 +36,7 @@ class WaitRecorder:
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._jobs: list[_Job] = []
-        self._open: dict[tuple[int, int], _Job] = {}
+        self._open: dict[int, _Job] = {}
 
     def watch(self, handover: Any) -> None:
         """From now on, where what is enqueued takes effect at once: on the CPU."""
@@ -57,19 +56,19 @@ class WaitRecorder:
     def signalled(self, invocation: Invocation) -> None:
         """X is out and the worker may begin."""
         now_ns = time.perf_counter_ns()
-        job = _Job(invocation.key, invocation.worker, invocation.sequence, now_ns)
+        job = _Job(invocation.key, invocation.sequence, now_ns)
         self._jobs.append(job)
-        self._open[invocation.worker, invocation.sequence] = job
+        self._open[invocation.sequence] = job
 
     def wait_begins(self, invocation: Invocation) -> None:
         """The base products of the group are done."""
-        job = self._open[invocation.worker, invocation.sequence]
+        job = self._open[invocation.sequence]
         job.wait_begins_ns = time.perf_counter_ns()
 
     def wait_ends(self, invocation: Invocation) -> None:
         """Y is there."""
         now_ns = time.perf_counter_ns()
-        self._open.pop((invocation.worker, invocation.sequence)).wait_ends_ns = now_ns
+        self._open.pop(invocation.sequence).wait_ends_ns = now_ns
 
     def take(self) -> list[GroupWait]:
         """Waits since the last call, while their results still lie in the mailboxes."""
@@ -83,22 +82,20 @@ class WaitRecorder:
         return waits
 
     def _of_group(self, jobs: list[_Job]) -> GroupWait | None:
-        """Slices of one worker follow each other: each begins when it may and when it can."""
-        free_ns: dict[int, float] = {}
-        total_us = 0.0
+        """Jobs of one worker follow each other: each begins when it may and when it can."""
+        free_ns = total_us = 0.0
         for job in jobs:
             duration_us = self._duration_us(job)
             if duration_us is None:
                 return None
-            begins_ns = max(free_ns.get(job.worker, 0.0), job.signalled_ns)
-            free_ns[job.worker] = begins_ns + duration_us * 1e3
+            free_ns = max(free_ns, job.signalled_ns) + duration_us * 1e3
             total_us += duration_us
         begins_ns, ends_ns = jobs[0].wait_begins_ns, jobs[-1].wait_ends_ns
-        due_ns = max(begins_ns, *free_ns.values())
+        due_ns = max(begins_ns, free_ns)
         return GroupWait((ends_ns - begins_ns) / 1e3, (ends_ns - due_ns) / 1e3, total_us)
 
     def _duration_us(self, job: _Job) -> float | None:
-        """None if the slot holds another job's result by now."""
-        mailbox = self._pool.end(job.worker).mailbox
-        result = Result.read(mailbox.buffer, mailbox.result_offset(job.sequence))
+        """None if the slot holds another job by now."""
+        mailbox = self._pool.end.mailbox
+        result = Job.read(mailbox.buffer, mailbox.job_offset(job.sequence))
         return float(result.duration_us) if result.sequence == job.sequence else None

@@ -13,7 +13,7 @@ BackendName = Literal["numba", "numpy", "torch"]
 BACKEND_NAMES: tuple[BackendName, ...] = get_args(BackendName)
 
 ITEM_BYTES = 2  # x, y and matrices are bfloat16
-_MAX_RANK = 256
+MAX_RANK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def shape_of(region: Region, num_tokens: int) -> DeltaShape:
     if region.item_bytes != ITEM_BYTES:
         raise FormatError(f"workers need matrices of 2 bytes a value, not {region.item_bytes}")
     largest = max(target.rank for target in region.targets)
-    if largest > _MAX_RANK:
-        raise FormatError(f"workers compute ranks up to {_MAX_RANK}, not {largest}")
+    if largest > MAX_RANK:
+        raise FormatError(f"workers compute ranks up to {MAX_RANK}, not {largest}")
     num_values = sum(t.rank * (region.in_features + t.padded_columns) for t in region.targets)
     return DeltaShape(num_tokens, region.rank_sum, num_values)
 

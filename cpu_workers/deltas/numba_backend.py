@@ -7,6 +7,8 @@ from ..kernels.simd.arithmetic import bfloat16_tag
 from .base import ITEM_BYTES, DeltaJob, Scratch, rows_at
 from .unpack import padded_in
 
+_ALL = 2**31  # more tiles or groups than any region has
+
 
 class NumbaDelta:
     """``tag``: the arithmetic, ``layout.BFLOAT16`` or ``BFLOAT16_DOT``; None = the fastest here."""
@@ -20,9 +22,22 @@ class NumbaDelta:
         self._scratch = Scratch()
 
     def compute(self, job: DeltaJob) -> None:
+        self._compute(job, self._hidden_address, (0, _ALL), (0, _ALL))
+
+    def shrink(self, job: DeltaJob, h_address: int, tiles: tuple[int, int]) -> None:
+        """Write tiles [first, end) of ranks of h, float32 [num_tokens, padded ranks of all targets]."""
+        self._compute(job, h_address, tiles, (0, 0))
+
+    def expand(self, job: DeltaJob, h_address: int, groups: tuple[int, int]) -> None:
+        """Write groups [first, end) of 16 columns of y, from the whole h."""
+        self._compute(job, h_address, (0, 0), groups)
+
+    def _compute(
+        self, job: DeltaJob, h_address: int, tiles: tuple[int, int], groups: tuple[int, int]
+    ) -> None:
         width = padded_in(job)
         x_address, x_stride = job.x_address, job.x_stride_bytes
-        if width != job.region.in_features:
+        if width != job.region.in_features and tiles[1]:
             # The kernel reads whole units of x; values beyond its width are arbitrary.
             x = self._padded(job, width)
             x_address, x_stride = x.ctypes.data, x.strides[0]
@@ -37,8 +52,10 @@ class NumbaDelta:
             job.num_tokens,
             job.y_address,
             job.y_stride_bytes,
-            self._hidden_address,
+            h_address,
             int(wide.ctypes.data),
+            *tiles,
+            *groups,
         )
 
     def _padded(self, job: DeltaJob, width: int) -> np.ndarray:

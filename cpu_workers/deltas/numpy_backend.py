@@ -3,7 +3,7 @@
 import numpy as np
 
 from .base import DeltaJob, Scratch, rows_at
-from .unpack import TargetViews, padded_in, padded_ranks, views
+from .unpack import TargetViews, padded_in, views
 
 
 class NumpyDelta:
@@ -17,7 +17,7 @@ class NumpyDelta:
     @np.errstate(all="ignore")  # infinities and NaN are valid results, as in other back ends
     def compute(self, job: DeltaJob) -> None:
         y = rows_at(job.y_address, job.num_tokens, job.region.y_columns, job.y_stride_bytes)
-        in_features, ranks = job.region.in_features, padded_ranks(job)
+        in_features, ranks = job.region.in_features, job.region.padded_ranks
         targets = list(views(job))
         if len(targets) < len(job.region.targets):
             y[:] = 0

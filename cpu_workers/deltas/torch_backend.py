@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from .base import ITEM_BYTES, DeltaJob, Scratch, rows_at
-from .unpack import TargetViews, padded_in, padded_ranks, views
+from .unpack import TargetViews, padded_in, views
 
 _VALUES_AT_ONCE = 32  # values of a row that a matrix instruction reads
 
@@ -22,7 +22,7 @@ class TorchDelta:
 
     def compute(self, job: DeltaJob) -> None:
         bits = rows_at(job.y_address, job.num_tokens, job.region.y_columns, job.y_stride_bytes)
-        in_features, ranks = job.region.in_features, padded_ranks(job)
+        in_features, ranks = job.region.in_features, job.region.padded_ranks
         targets = list(views(job))
         if len(targets) < len(job.region.targets):
             bits[:] = 0

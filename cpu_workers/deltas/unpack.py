@@ -45,11 +45,6 @@ def padded_in(job: DeltaJob) -> int:
     return padded_features(job.region.in_features, 0, ITEM_BYTES)[0]
 
 
-def padded_ranks(job: DeltaJob) -> int:
-    """Ranks of all targets, each padded as A is."""
-    return sum(-(-t.rank // RANKS_PER_TILE) * RANKS_PER_TILE for t in job.region.targets)
-
-
 def views(job: DeltaJob) -> Iterator[TargetViews]:
     """Packed matrices of every target with a rank above 0."""
     in_units = padded_in(job) // _A_UNIT

@@ -4,17 +4,17 @@ Owns the device's view of the workers' shared memory. Independent of requests: r
 packed tokens with an adapter.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from ...cpu_workers.slices import SliceJob, split_tokens
-from ...shm.errors import MailboxFullError, RingFullError, WorkerUnavailableError
+from ...cpu_workers.teams import Team, TeamCosts, TeamJob, choose_team, tiles_of
+from ...shm.errors import MailboxFullError, RowsFullError, WorkerUnavailableError
 from ...shm.region import Region
-from ..device.base import Word
 from ..device.host_memory import HostMemory
 from ..lora.adapter_layout import GroupKey
 from .handover import Exchange
@@ -54,39 +54,37 @@ class AssistedRow:
     adapter: ColdAdapter
 
 
-class _Place(NamedTuple):
-    """One slice of one row, on one worker."""
+class _Task(NamedTuple):
+    """The rows of one input group and one adapter. ``first_token``: in the workers' memory."""
 
-    row: int
-    start: int
-    end: int
-    worker: int
+    row: AssistedRow
+    first_token: int
+    group: PlacedGroup
 
 
-_Task = tuple[_Place, PlacedGroup]
 _Tasks = Mapping[GroupKey, Sequence[_Task]]
 
-# Seconds that a worker needs: (region, tokens).
+# Seconds that a worker alone needs: (region, tokens).
 PredictDelta = Callable[[Region, int], float]
 
 
 class _PassViews:
-    """The rings, with one view per slot: a pass uses the same slots many times.
+    """The shared rows, with one view per place: a pass uses the same places many times.
 
-    Views are dropped with the pass, because a view keeps the rings open.
+    Views are dropped with the pass, because a view keeps the memory open.
     """
 
-    def __init__(self, rings: HostMemory) -> None:
-        self._rings = rings
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
         self._views: dict[tuple[int, int, int], torch.Tensor] = {}
-        self.address = rings.address
+        self.address = memory.address
 
     def rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
-        """See ``RingViews``."""
+        """See ``RowViews``."""
         where = offset, num_rows, num_columns
         found = self._views.get(where)
         if found is None:
-            found = self._rings.tensor(offset, (num_rows, num_columns), torch.bfloat16)
+            found = self._memory.tensor(offset, (num_rows, num_columns), torch.bfloat16)
             self._views[where] = found
         return found
 
@@ -97,30 +95,30 @@ class WorkerGateway:
     def __init__(
         self,
         pool: "WorkerPool",
-        rings: HostMemory,
+        rows: HostMemory,
         control: HostMemory,
         exchange: Exchange,
         predict_s: PredictDelta,
-        *,
-        tokens_per_worker: int,
+        costs: TeamCosts,
     ) -> None:
         """Use ``pool``.
 
         Args:
             pool: The workers.
-            rings: Registration of ``pool.rings.segment``; closed by the device.
+            rows: Registration of ``pool.rows.segment``; closed by the device.
             control: Registration of ``pool.control.segment``, likewise.
             exchange: The device and streams that write the words that workers wait for.
-            predict_s: How long a worker takes for a slice.
-            tokens_per_worker: The per-core token budget c.
+            predict_s: How long a worker alone takes for a job.
+            costs: What a team costs beside its products.
         """
         self._pool = pool
-        self._rings = rings
+        self._rows = rows
         self._exchange = exchange
         self._predict_s = predict_s
-        self._tokens_per_worker = tokens_per_worker
-        self._num_ring_slots = pool.config.num_ring_slots
-        self._words = [self._words_of(control, worker) for worker in range(pool.num_workers)]
+        self._costs = costs
+        end = pool.end
+        self._ready = control.word(end.ready_address - control.address, "ready of the CPU workers")
+        self._done = control.word(end.done_address - control.address, "done of the CPU workers")
 
     @property
     def num_ready_workers(self) -> int:
@@ -131,18 +129,18 @@ class WorkerGateway:
         """Publish the jobs of all layers of a pass, in the order in which they are needed.
 
         Raises ``WorkerUnavailableError`` if a worker that was ready is not ready any more,
-        ``MailboxFullError`` or ``RingFullError`` if the workers' shared memory is too small for
+        ``MailboxFullError`` or ``RowsFullError`` if the workers' shared memory is too small for
         the pass. Jobs published before the error have then ended.
         """
-        if any(self._pool.end(w).num_outstanding for w in range(self._pool.num_workers)):
+        if self._pool.end.num_outstanding:
             self._drop_published()  # of a pass with results that were not taken
         workers = self._pool.ready_workers()
         if not workers:
             raise WorkerUnavailableError("no CPU worker is ready")
-        tasks = self._tasks(rows, workers)
-        self._check_room(tasks)
+        tasks = self._tasks(rows)
+        self._check_room(rows, tasks)
         try:
-            return self._publish(tasks)
+            return self._publish(tasks, workers)
         except BaseException:
             self._drop_published()
             raise
@@ -154,113 +152,99 @@ class WorkerGateway:
 
         All waits of the pass have ended, so all results are available.
         """
-        failed: set[tuple[int, int]] = set()
-        for worker in range(self._pool.num_workers):
-            end = self._pool.end(worker)
-            if end.num_outstanding:
-                # Jobs complete in order.
-                self._pool.wait_done(worker, end.newest_sequence, timeout_s=timeout_s)
-                failed.update((worker, sequence) for sequence in end.take_failed())
-        if not failed:
+        end = self._pool.end
+        if not end.num_outstanding:
             return frozenset()
+        self._pool.wait_done(end.newest_sequence, timeout_s=timeout_s)  # jobs complete in order
+        failed = set(end.take_failed())
         return frozenset(
-            (job.start, job.end)
-            for jobs in invocations.values()
-            for job in jobs
-            if (job.worker, job.sequence) in failed
+            (job.start, job.end) for jobs in invocations.values() for job in jobs if job.sequence in failed
         )
 
-    def _tasks(self, rows: Sequence[AssistedRow], workers: Sequence[int]) -> _Tasks:
+    def _tasks(self, rows: Sequence[AssistedRow]) -> _Tasks:
         """All jobs of a pass, layers ascending; groups that no adapter changes are omitted."""
         tasks: dict[GroupKey, list[_Task]] = defaultdict(list)
-        first_layer = 0
-        for end_layer in sorted({row.split_layer for row in rows}):
-            for place in self._places(rows, first_layer, workers):
-                for group in rows[place.row].adapter.groups:
-                    if first_layer <= group.key[0] < end_layer:
-                        tasks[group.key].append((place, group))
-            first_layer = end_layer
+        first_token = 0
+        for row in rows:
+            for group in row.adapter.groups:
+                if group.key[0] < row.split_layer:
+                    tasks[group.key].append(_Task(row, first_token, group))
+            first_token += row.end - row.start
         return {key: tasks[key] for key in sorted(tasks)}
 
-    def _places(self, rows: Sequence[AssistedRow], layer: int, workers: Sequence[int]) -> tuple[_Place, ...]:
-        """Distribute the tokens of rows that are assisted in ``layer`` over the workers."""
-        num_tokens = [row.end - row.start if row.split_layer > layer else 0 for row in rows]
-        slices = split_tokens(num_tokens, num_cores=len(workers), tokens_per_core=self._tokens_per_worker)
-        return tuple(
-            _Place(
-                part.request,
-                rows[part.request].start + part.first_token,
-                rows[part.request].start + part.first_token + part.num_tokens,
-                workers[part.core],
-            )
-            for part in slices
-        )
+    def _check_room(self, rows: Sequence[AssistedRow], tasks: _Tasks) -> None:
+        """Refuse a pass that would overwrite memory in use, before any of it is published.
 
-    def _check_room(self, tasks: _Tasks) -> None:
-        """Refuse a pass that would overwrite slots in use, before any of it is published.
-
-        Input groups reuse the slots of a ring, so a ring must hold all slices of a group: x of all
-        slices is sent before y of the first is read.
+        Input groups reuse the memory, so it must hold all rows of a group: x of all of them is
+        sent before y of the first is read.
         """
-        num_jobs: Counter[int] = Counter()
-        for (layer, group), found in tasks.items():
-            for place, _ in found:
-                num_jobs[place.worker] += 1
-            # Only then can one worker have too many slices.
-            if len(found) <= self._num_ring_slots:
-                continue
-            worker, most = Counter(place.worker for place, _ in found).most_common(1)[0]
-            if most > self._num_ring_slots:
-                raise RingFullError(
-                    f"layer {layer}, input group {group} has {most} slices for worker {worker}, "
-                    f"but its rings have {self._num_ring_slots} slots; lower "
-                    "--max-assisted-tokens-per-step, or use more workers"
-                )
-        for worker, number in num_jobs.items():
-            if not self._pool.end(worker).can_publish(number):
-                raise MailboxFullError(
-                    f"a pass has {number} jobs for worker {worker}; its limit is "
-                    f"{self._pool.config.num_job_slots}; lower "
-                    "--max-assisted-tokens-per-step, or use more workers"
-                )
+        num_tokens, limit = sum(row.end - row.start for row in rows), self._pool.config.max_tokens
+        if num_tokens > limit:
+            raise RowsFullError(
+                f"a pass has {num_tokens} tokens for CPU workers, and their memory has room for {limit}; "
+                "lower --max-assisted-tokens-per-step"
+            )
+        num_jobs = sum(map(len, tasks.values()))
+        if num_jobs and not self._pool.end.can_publish(num_jobs):
+            raise MailboxFullError(
+                f"a pass has {num_jobs} jobs for CPU workers, whose mailbox has "
+                f"{self._pool.config.num_job_slots} slots; other jobs are not taken yet, or there are "
+                "too many cold requests in the step"
+            )
 
-    def _publish(self, tasks: _Tasks) -> dict[GroupKey, tuple[Invocation, ...]]:
-        """Publish each worker's jobs at once, and return the device's invocations."""
-        slices: dict[int, list[SliceJob]] = defaultdict(list)
-        predicted_us: dict[tuple[JobShape, int], int] = {}  # the layers of a pass are alike
+    def _publish(self, tasks: _Tasks, workers: Sequence[int]) -> dict[GroupKey, tuple[Invocation, ...]]:
+        """Publish all jobs at once, and return the device's invocations."""
+        teams: dict[tuple[JobShape, int], Team] = {}  # the layers of a pass are alike
+        wanted: list[TeamJob] = []
         for found in tasks.values():
-            for place, group in found:
-                shape, num_tokens = group.shape, place.end - place.start
-                duration_us = predicted_us.get((shape, num_tokens))
-                if duration_us is None:
-                    duration_us = max(1, round(self._predict_s(shape.region, num_tokens) * 1e6))
-                    predicted_us[shape, num_tokens] = duration_us
-                slices[place.worker].append(
-                    SliceJob(group.arena_offset, num_tokens, shape.in_features, shape.y_columns, duration_us)
+            next_worker = 0  # so that small teams of a group compute side by side
+            for row, first_token, group in found:
+                shape, num_tokens = group.shape, row.end - row.start
+                team = teams.get((shape, num_tokens))
+                if team is None:
+                    team = teams[shape, num_tokens] = self._team(shape.region, num_tokens, len(workers))
+                members = tuple(
+                    workers[(next_worker + number) % len(workers)] for number in range(team.num_members)
                 )
-        jobs = {worker: iter(self._pool.submit(worker, wanted)) for worker, wanted in slices.items()}
-        views = _PassViews(self._rings)
+                next_worker += team.num_members
+                wanted.append(
+                    TeamJob(
+                        group.arena_offset,
+                        first_token,
+                        num_tokens,
+                        members,
+                        team.token_parts,
+                        max(1, round(team.seconds * 1e6)),
+                    )
+                )
+        jobs = iter(self._pool.submit(wanted))
+        views = _PassViews(self._rows)
         invocations = {}
         for key, found in tasks.items():
             made = []
-            for place, group in found:
-                job = next(jobs[place.worker])
+            for row, _, group in found:
+                job = next(jobs)
                 made.append(
                     Invocation(
                         key,
-                        place.worker,
                         job.sequence,
-                        place.start,
-                        place.end,
+                        row.start,
+                        row.end,
                         group.shape,
                         views,
                         job.x_offset,
                         job.y_offset,
-                        *self._words[place.worker],
+                        self._ready,
+                        self._done,
                     )
                 )
             invocations[key] = tuple(made)
         return invocations
+
+    def _team(self, region: Region, num_tokens: int, num_workers: int) -> Team:
+        tiles = tiles_of(region.padded_ranks)
+        predict_s, shares = partial(self._predict_s, region), self._pool.shares_matrices
+        return choose_team(predict_s, tiles, num_tokens, num_workers, self._costs, shares=shares)
 
     def _drop_published(self) -> None:
         """Let the workers complete the jobs of a pass that will not run.
@@ -269,17 +253,8 @@ class WorkerGateway:
         overwrite a value stored by the host. Raises ``WaitTimeoutError`` if the workers do not
         complete the jobs.
         """
-        exchange = self._exchange
+        exchange, end = self._exchange, self._pool.end
         exchange.order(exchange.compute, exchange.transfer)
-        for worker, (ready, _) in enumerate(self._words):
-            end = self._pool.end(worker)
-            if end.num_outstanding:
-                exchange.device.signal(exchange.transfer, ready, end.newest_sequence)
+        if end.num_outstanding:
+            exchange.device.signal(exchange.transfer, self._ready, end.newest_sequence)
         self.collect({}, timeout_s=_DROP_TIMEOUT_S)
-
-    def _words_of(self, control: HostMemory, worker: int) -> tuple[Word, Word]:
-        end = self._pool.end(worker)
-        return (
-            control.word(end.ready_address - control.address, f"ready of worker {worker}"),
-            control.word(end.done_address - control.address, f"done of worker {worker}"),
-        )

@@ -58,7 +58,7 @@ class Handover(Protocol):
         ...
 
     def send(self, invocation: Invocation, x: torch.Tensor) -> None:
-        """Copy the invocation's rows of x out, and signal its worker.
+        """Copy the invocation's rows of x out, and signal its team.
 
         x: [tokens, in_features], contiguous.
         """
@@ -125,9 +125,9 @@ class AddByCopy:
     A copy engine that is busy with adapters delays it by at most one of their chunks.
     """
 
-    def __init__(self, max_slice_tokens: int, max_columns: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, max_columns: int, device: torch.device) -> None:
         """``max_columns``: padded columns of all targets of the widest group together."""
-        self._flat = torch.empty(max_slice_tokens * max_columns, dtype=torch.bfloat16, device=device)
+        self._flat = torch.empty(max_tokens * max_columns, dtype=torch.bfloat16, device=device)
 
     def __call__(self, exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
         """Add one invocation's y; the stream owns the buffer, so the next invocation waits."""

@@ -33,7 +33,7 @@ class HostHandover:
         assert x.dtype == torch.bfloat16 and x.shape[1] == width and x.is_contiguous(), x.shape
         row_bytes = width * _ITEM_BYTES
         send_bytes(
-            invocation.rings.address + invocation.x_offset,
+            invocation.memory.address + invocation.x_offset,
             x.data_ptr() + invocation.start * row_bytes,
             (invocation.end - invocation.start) * row_bytes,
             invocation.ready.host_address,
@@ -51,7 +51,7 @@ class HostHandover:
 
     def add(self, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
         """See ``Handover``; rounds as torch does."""
-        terms = invocation.rings.address + invocation.y_offset
+        terms = invocation.memory.address + invocation.y_offset
         terms_stride = invocation.shape.y_columns * _ITEM_BYTES
         for (first, width), y in zip(invocation.shape.columns, ys, strict=True):
             if width == 0:

@@ -1,4 +1,4 @@
-"""One job of a CPU worker as the device sees it: addresses of x and y, and its words.
+"""One job of the CPU workers as the device sees it: addresses of x and y, and the team's words.
 
 Plain data. The job's descriptor has been published before; the device only copies, signals, waits
 and adds.
@@ -36,8 +36,8 @@ def job_shape(region: Region) -> JobShape:
     return JobShape(region, region.in_features, first, tuple(columns))
 
 
-class RingViews(Protocol):
-    """The device's view of the rings."""
+class RowViews(Protocol):
+    """The device's view of the shared rows."""
 
     @property
     def address(self) -> int:
@@ -45,21 +45,20 @@ class RingViews(Protocol):
         ...
 
     def rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
-        """A slot as contiguous bf16 rows."""
+        """Contiguous bf16 rows."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Invocation:
-    """A slice of packed tokens of one input group, computed by one worker."""
+    """Packed tokens of one input group and one adapter, computed by a team."""
 
     key: GroupKey
-    worker: int
-    sequence: int  # of the job, in the worker's mailbox
+    sequence: int  # of the job
     start: int  # first packed token
     end: int  # one past the last
     shape: JobShape
-    rings: RingViews
+    memory: RowViews
     x_offset: int
     y_offset: int
     ready: Word  # reaches ``sequence`` when x is available
@@ -68,9 +67,9 @@ class Invocation:
     @property
     def x(self) -> torch.Tensor:
         """[end - start, in_features], in registered host memory."""
-        return self.rings.rows(self.x_offset, self.end - self.start, self.shape.in_features)
+        return self.memory.rows(self.x_offset, self.end - self.start, self.shape.in_features)
 
     @property
     def y(self) -> torch.Tensor:
         """[end - start, padded columns of all targets], in registered host memory."""
-        return self.rings.rows(self.y_offset, self.end - self.start, self.shape.y_columns)
+        return self.memory.rows(self.y_offset, self.end - self.start, self.shape.y_columns)

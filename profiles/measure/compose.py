@@ -128,6 +128,8 @@ def _model(
         invocation_s_per_token=0.0 if invocation is None else invocation.s_per_token,
         assisted_pass_s=0.0 if invocation is None else invocation.pass_s,
         contention=0.0 if invocation is None else invocation.contention,
+        member_s=0.0 if invocation is None else invocation.team.member_s,
+        share_s=0.0 if invocation is None else invocation.team.share_s,
     )
     steps = parts.steps
     return with_steps(

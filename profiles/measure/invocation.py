@@ -15,6 +15,7 @@ from ...cpu_workers.deltas.base import ITEM_BYTES
 from ...cpu_workers.deltas.table import DeltaTable
 from ...cpu_workers.kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from ...cpu_workers.pool import PoolConfig, WorkerPool
+from ...cpu_workers.teams import TeamCosts, share_of, tiles_of
 from ...gpu.coexec.cold_deltas import ColdDeltas, ColdPlan
 from ...gpu.coexec.gateway import AssistedRow, PlacedGroup, WorkerGateway
 from ...gpu.coexec.handover import Exchange
@@ -36,9 +37,9 @@ from .stopwatch import GroupSpan, GroupTimer
 _RANK = 8  # little arithmetic, so that other costs show
 _BUSY_RANK = 64  # workers compute during a large part of the device's products
 _MAX_CONTENTION = 1.0  # two that alternate take at most twice as long
+_NO_TEAM, _WHOLE_TEAM = TeamCosts(1e3, 1e3), TeamCosts(0.0, 0.0)  # each job is said to take 1 s
 _TIMEOUT_S = 60.0
 _READY_TIMEOUT_S = 100.0
-_BLOCK_TOKENS = 8
 _MIN_COST_S = 1e-7  # the resolution of clocks
 
 
@@ -61,6 +62,7 @@ class InvocationTimes:
     s_per_token: float
     pass_s: float
     contention: float  # see ``MachineModel``
+    team: TeamCosts
     by_tokens: tuple[tuple[int, float], ...]
     spreads: tuple[float, ...]
     left_out: tuple[str, ...]
@@ -70,7 +72,8 @@ class InvocationTimes:
 class _Sample:
     """Passes of one size: without workers, with little and with much work for them."""
 
-    cost_s: float  # of an invocation
+    cost_s: float  # of an invocation of one worker
+    team_s: float  # extra time of an invocation of all workers, which share the matrices
     pass_s: float  # extra time of a pass beside its invocations
     slowed_s: float  # extra time of the base products in the last pass
     overlap_s: float  # time in which both computed
@@ -127,8 +130,6 @@ class InvocationBench:
         self._num_layers = groups.num_layers
         self._keys = frozenset(groups.keys)
         self._num_workers = len(options.cpus)
-        # One slice for each worker and input group, for every number of tokens.
-        slice_tokens = -(-max_tokens // (self._num_workers * _BLOCK_TOKENS)) * _BLOCK_TOKENS
         with contextlib.ExitStack() as undo:
             self._adapter = _ArenaAdapter(groups, _RANK)
             self._busy_adapter = _ArenaAdapter(groups, _BUSY_RANK)
@@ -138,17 +139,16 @@ class InvocationBench:
             self._busy_adapter.write(segment, self._adapter.num_bytes)
             regions = (*self._adapter.regions, *self._busy_adapter.regions)
             columns = max(region.y_columns for region in regions)
-            self._handover = make_handover(
-                exchange, passes.where, max_slice_tokens=slice_tokens, max_columns=columns
-            )
+            self._handover = make_handover(exchange, passes.where, max_tokens=max_tokens, max_columns=columns)
             self._pool = undo.enter_context(
                 WorkerPool(
                     PoolConfig(
                         worker_cpus=options.cpus,
                         supervisor_cpus=options.supervisor_cpus,
-                        max_slice_tokens=slice_tokens,
+                        max_tokens=max_tokens,
                         max_in_features=max(region.in_features for region in regions),
                         max_out_columns=columns,
+                        max_padded_ranks=max(region.padded_ranks for region in regions),
                         num_job_slots=_power_of_two(len(groups.keys) + 1),
                         backend=options.backend,
                         delta_table=options.table,
@@ -157,10 +157,11 @@ class InvocationBench:
                     segment,
                 )
             )
-            rings = self._register(self._pool.rings.segment, "rings", undo)
+            rows = self._register(self._pool.rows.segment, "rows of workers", undo)
             control = self._register(self._pool.control.segment, "control words", undo)
-            self._gateway = WorkerGateway(
-                self._pool, rings, control, exchange, _unhurried, tokens_per_worker=slice_tokens
+            self._alone, self._together = (
+                WorkerGateway(self._pool, rows, control, exchange, _unhurried, costs)
+                for costs in (_NO_TEAM, _WHOLE_TEAM)
             )
             self._pool.wait_ready(_READY_TIMEOUT_S)
             self._undo = undo.pop_all()
@@ -188,6 +189,7 @@ class InvocationBench:
             line.slope,
             max(0.0, median([one.pass_s for one in samples])),
             _contention(samples),
+            self._team_costs(samples),
             tuple(by_tokens),
             tuple(relative_spread(found) for found in costs_s.values()),
             tuple(f"invocations with {name} tokens" for name in measured.left_out),
@@ -197,42 +199,64 @@ class InvocationBench:
         """End the workers and free the shared memory."""
         self._undo.close()
 
+    def _team_costs(self, samples: Sequence[_Sample]) -> TeamCosts:
+        """Sharing counts like one more member."""
+        share_s = max(0.0, median([one.team_s for one in samples])) / self._num_workers
+        return TeamCosts(share_s, share_s)
+
     def _sample(self, num_tokens: int, deltas: Sequence[CurveFamily]) -> _Sample:
-        slice_tokens = -(-num_tokens // self._num_workers)
         begin_s = time.perf_counter()
         alone = self._passes.lora_spans(self._passes.prefill_rows(num_tokens))
         middle_s = time.perf_counter()
-        helped = self._run(num_tokens, self._adapter)
+        helped = self._run(num_tokens, self._adapter, self._alone)
         more_s = time.perf_counter() - middle_s - (middle_s - begin_s)
-        costs_s = []
-        for span in helped:
-            delta_s = self._delta_s(self._adapter, span, slice_tokens, deltas)
-            if delta_s:
-                exposed_s = max(0.0, delta_s - span.base_s)
-                costs_s.append(span.begin_s + max(0.0, span.add_s - exposed_s))
+        cost_s = self._cost_s(helped, num_tokens, deltas, 1)
+        team_s = 0.0
+        if self._num_workers > 1:
+            together = self._run(num_tokens, self._adapter, self._together)
+            team_s = self._cost_s(together, num_tokens, deltas, self._num_workers) - cost_s
         groups_s = sum(one.begin_s + one.add_s for one in helped)
         slowed_s = overlap_s = 0.0
-        for free, busy in zip(alone, self._run(num_tokens, self._busy_adapter), strict=True):
-            delta_s = self._delta_s(self._busy_adapter, busy, slice_tokens, deltas)
+        busy_spans = self._run(num_tokens, self._busy_adapter, self._together)
+        for free, busy in zip(alone, busy_spans, strict=True):
+            delta_s = self._delta_s(self._busy_adapter, busy, num_tokens, deltas, self._num_workers)
             if delta_s:
                 slowed_s += busy.base_s - free.base_s
                 overlap_s += min(delta_s, free.base_s)
-        cost_s = max(_MIN_COST_S, median(costs_s))
-        return _Sample(cost_s, more_s - groups_s, slowed_s, overlap_s)
+        return _Sample(cost_s, team_s, more_s - groups_s, slowed_s, overlap_s)
+
+    def _cost_s(
+        self, spans: Sequence[GroupSpan], num_tokens: int, deltas: Sequence[CurveFamily], sharers: int
+    ) -> float:
+        """Median time of an invocation beside the arithmetic of ``self._adapter``."""
+        costs_s = []
+        for span in spans:
+            delta_s = self._delta_s(self._adapter, span, num_tokens, deltas, sharers)
+            if delta_s:
+                exposed_s = max(0.0, delta_s - span.base_s)
+                costs_s.append(span.begin_s + max(0.0, span.add_s - exposed_s))
+        return max(_MIN_COST_S, median(costs_s))
 
     def _delta_s(
-        self, adapter: _ArenaAdapter, span: GroupSpan, slice_tokens: int, deltas: Sequence[CurveFamily]
+        self,
+        adapter: _ArenaAdapter,
+        span: GroupSpan,
+        num_tokens: int,
+        deltas: Sequence[CurveFamily],
+        sharers: int,
     ) -> float:
         """Time of the arithmetic; 0 for groups without the usual shapes."""
         if (span.layer, span.group) not in self._keys:
             return 0.0
-        return deltas[span.group].at(adapter.regions[span.group].rank_sum, slice_tokens)
+        region = adapter.regions[span.group]
+        share = share_of(tiles_of(region.padded_ranks), sharers)
+        return deltas[span.group].at(region.rank_sum, num_tokens) * share
 
-    def _run(self, num_tokens: int, adapter: _ArenaAdapter) -> tuple[GroupSpan, ...]:
+    def _run(self, num_tokens: int, adapter: _ArenaAdapter, gateway: WorkerGateway) -> tuple[GroupSpan, ...]:
         """One pass with all deltas from the workers."""
         rows = self._passes.prefill_rows(num_tokens)
         row = AssistedRow(0, num_tokens, self._num_layers, adapter)
-        invocations = self._gateway.invoke([row])
+        invocations = gateway.invoke([row])
         plan = ColdPlan(invocations, (None,) * self._num_layers, ((),) * self._num_layers)
         deltas = ColdDeltas(self._handover, self._passes.backend, plan)
         timer = GroupTimer(self._passes.stopwatch, deltas)
@@ -242,7 +266,7 @@ class InvocationBench:
         except BaseException:
             deltas.release_workers()
             raise
-        if self._gateway.collect(invocations, timeout_s=_TIMEOUT_S):
+        if gateway.collect(invocations, timeout_s=_TIMEOUT_S):
             raise ProfileError(f"a CPU worker failed: {self._pool.trouble or 'no reason given'}")
         return timer.spans()
 
@@ -261,7 +285,7 @@ def _contention(samples: Sequence[_Sample]) -> float:
 
 
 def _unhurried(_region: Region, _num_tokens: int) -> float:
-    """Seconds granted to a worker; deadlines are large multiples of it."""
+    """Seconds granted to a worker; deadlines are large multiples of it. See ``_NO_TEAM``."""
     return 1.0
 
 

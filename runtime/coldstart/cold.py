@@ -6,7 +6,9 @@ products of all tokens hide the workers' deltas.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from ...cpu_workers.teams import TeamCosts, choose_team, tiles_of
 from ...profiles.models import MachineModel
 from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
 from ..scheduler.cold import StepRows
@@ -196,6 +198,7 @@ def _exposed_s(
     """
     if not rows:
         return 0.0
+    costs = TeamCosts(model.member_s, model.share_s)
     total_s = 0.0
     for index, group in enumerate(model.groups):
         helped = [(number, rank_sums[index]) for number, rank_sums in rows if rank_sums[index]]
@@ -203,29 +206,17 @@ def _exposed_s(
             continue
         if num_workers < 1:
             return float("inf")
-        num_cores, slice_tokens = _slices(
-            sum(number for number, _ in helped), model.tokens_per_worker, num_workers
-        )
-        delta_s = 0.0
+        longest_s = busy_s = 0.0
         for number, rank_sum in helped:
-            num_pieces = -(-number // slice_tokens)
-            delta_s += num_pieces * group.delta_s.at(rank_sum, -(-number // num_pieces))
+            tiles = tiles_of(rank_sum)
+            alone_s = partial(group.delta_s.at, rank_sum)
+            team = choose_team(alone_s, tiles, number, num_workers, costs)
+            longest_s = max(longest_s, team.seconds)
+            busy_s += team.seconds * team.num_members
             total_s += model.invoke_s(number)
-        base_s, delta_s = group.base_s.at(all_tokens), delta_s / num_cores
+        base_s, delta_s = group.base_s.at(all_tokens), max(longest_s, busy_s / num_workers)
         total_s += max(0.0, delta_s - base_s) + model.contention * min(delta_s, base_s)
     return total_s + model.assisted_pass_s / model.num_layers
-
-
-def _slices(num_tokens: int, tokens_per_worker: int, num_workers: int) -> tuple[int, int]:
-    """Return the cores that compute a pass, and the tokens of one slice.
-
-    L tokens take ceil(L / c) slices. If there are more slices than workers, each worker gets
-    equally many.
-    """
-    num_slices = -(-num_tokens // tokens_per_worker)
-    num_cores = min(num_slices, num_workers)
-    num_slices = num_cores * -(-num_slices // num_cores)
-    return num_cores, -(-num_tokens // num_slices)
 
 
 def co_scheduled_rows(model: MachineModel, rows: StepRows, cold: Sequence[ColdPart]) -> CoScheduledRows:

@@ -40,8 +40,8 @@ class PlannedColdStarts(ColdStarts):
 
         Args:
             planner: Chooses strategies. Its model also predicts chunks.
-            worker_tokens: By number of ready workers, from 0 on: tokens of one step that fit their
-                rings.
+            worker_tokens: By number of ready workers, from 0 on: tokens of one step that they
+                compute.
             transfers: Open transfers of the memory.
         """
         self.transfers = transfers

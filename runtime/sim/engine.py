@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...profiles.models import MachineModel
 from ..adapter import AdapterFacts
 from ..adapters.content import AdapterContent
 from ..adapters.registry import AdapterRegistry
@@ -248,8 +247,8 @@ def make_simulated_scheduler(
     model = machine.model
     times = ProfiledTimes(model, config.max_num_batched_tokens)
     memory = _make_memory(machine, options, times, config)
-    planner = Planner(model, options.cold_starts)
-    cold_starts = PlannedColdStarts(planner, _worker_tokens(model), memory.transfers)
+    worker_tokens = (0, *[config.max_assisted_tokens_per_step] * model.num_workers)
+    cold_starts = PlannedColdStarts(Planner(model, options.cold_starts), worker_tokens, memory.transfers)
     return Scheduler(
         config,
         _policy(machine, options, times),
@@ -301,8 +300,3 @@ def _policy(machine: SimulatedMachine, options: SimulationOptions, times: StepTi
     )
     policy = options.scheduling_policy
     return make_policy(policy, facts) if isinstance(policy, str) else policy(facts)
-
-
-def _worker_tokens(model: MachineModel) -> tuple[int, ...]:
-    """Tokens of a step that workers compute, one slice each, by the number of ready workers."""
-    return tuple(number * model.tokens_per_worker for number in range(model.num_workers + 1))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,7 +17,8 @@ from cold.verdicts import at_most, judge_cells, judge_gaps
 from cold.waits import GroupWait, WaitRecorder
 from cold.workload import DEFAULT_CELLS, Cell, full_cells
 from corun.gpu.coexec.invocation import Invocation
-from corun.shm.job import JobStatus, Result
+from corun.shm.job import Job
+from corun.shm.layout import JOB_BYTES
 from paired import Ratio
 from support.devices import DEVICES
 
@@ -110,37 +112,29 @@ def test_percentiles_and_the_time_that_is_left(capsys: pytest.CaptureFixture[str
 
 
 class _Mailbox:
-    """Results of workers as they lie in a mailbox, 16 bytes each."""
+    """Jobs of workers as they lie in a mailbox."""
 
     def __init__(self) -> None:
-        self.buffer = memoryview(bytearray(16 * 8))
+        self.buffer = memoryview(bytearray(JOB_BYTES * 8))
         self.mailbox = self
 
-    def result_offset(self, sequence: int) -> int:
-        return sequence % 8 * 16
+    def job_offset(self, sequence: int) -> int:
+        return sequence % 8 * JOB_BYTES
 
     def finish(self, sequence: int, duration_us: int) -> None:
-        result = Result(sequence, 1, JobStatus.DONE, duration_us)
-        result.write(self.buffer, self.result_offset(sequence))
-
-
-class _Pool:
-    def __init__(self, mailbox: _Mailbox) -> None:
-        self._mailbox = mailbox
-
-    def end(self, worker: int) -> _Mailbox:
-        return self._mailbox
+        job = Job(sequence, 8, 0, 0, 0, 0, 1, 1, 1, duration_us=duration_us)
+        job.write(self.buffer, self.job_offset(sequence))
 
 
 def _invocation(sequence: int) -> Invocation:
     unused = cast(Any, None)
-    return Invocation((0, 0), 0, sequence, 0, 8, unused, unused, 0, 0, unused, unused)
+    return Invocation((0, 0), sequence, 0, 8, unused, unused, 0, 0, unused, unused)
 
 
 def test_a_wait_counts_from_when_the_workers_could_have_been_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slices of one worker, signalled at 0 and 10 us, of 100 us each; waits from 50 us on."""
+    """Two jobs of one worker, signalled at 0 and 10 us, of 100 us each; waits from 50 us on."""
     mailbox = _Mailbox()
-    recorder = WaitRecorder(_Pool(mailbox))  # type: ignore[arg-type]
+    recorder = WaitRecorder(SimpleNamespace(end=mailbox))  # type: ignore[arg-type]
     times_us = iter([0, 10, 50, 105, 106, 225])
     monkeypatch.setattr("cold.waits.time.perf_counter_ns", lambda: next(times_us) * 1000)
     first, second = _invocation(1), _invocation(2)

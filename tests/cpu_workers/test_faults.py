@@ -1,5 +1,6 @@
 """Processes die or are stopped at any moment: no wait, wrong result or process is left."""
 
+import contextlib
 import json
 import logging
 import os
@@ -8,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from corun.cpu_workers.pool import PoolConfig
+from corun.shm.atomics import load_acquire
 from corun.shm.errors import WorkerUnavailableError
 from corun.shm.job import Job, JobStatus, WorkerStatus
+from corun.shm.words import has_reached
 from support.residue import named_segments
 from support.worker_pool import (
     Driver,
@@ -24,6 +28,7 @@ from support.worker_pool import (
     has_begun,
     make_config,
     supervisor,
+    table_of,
     wait_until,
     workers,
 )
@@ -50,17 +55,18 @@ def elapsed_s(start_s: float) -> float:
 
 @pytest.mark.parametrize("sequence", [pytest.param(1, marks=pytest.mark.full), 2**31 - 2])
 def test_a_worker_killed_in_mid_job_fails_its_jobs_and_is_replaced(sequence: int) -> None:
-    config = slow_config(first_sequence=sequence, num_ring_slots=4)
+    config = slow_config(first_sequence=sequence, num_job_slots=8)
     with Driver([case(4)], config) as driver:
+        generation = driver.pool.end.state(0).generation
         first = begin(driver, 0)
         # x of the next is available, that of the last is not: neither will be computed.
         jobs = [first, driver.start(0, 0), driver.publish(0, 0)]
         start_s = time.monotonic()
         workers()[0].send_signal(signal.SIGKILL)
-        assert [driver.finish(0, 0, job) for job in jobs] == [FAILED] * 3
+        assert [driver.finish(0, job) for job in jobs] == [FAILED] * 3
         assert elapsed_s(start_s) < 5  # a death is seen at once
         driver.wait_ready()
-        assert driver.pool.end(0).generation() == first.generation + 1
+        assert driver.pool.end.state(0).generation == generation + 1
         counts = driver.pool.counts()
         assert (counts.num_restarts, counts.num_failed_jobs) == (1, 3)
     with Driver([case(4)], make_config(first_sequence=sequence)) as driver:
@@ -78,7 +84,7 @@ def test_the_replacement_computes_right(caplog: pytest.LogCaptureFixture) -> Non
             except WorkerUnavailableError:
                 late = None
             if late is not None:
-                assert driver.finish(0, 1, late) is FAILED
+                assert driver.finish(1, late) is FAILED
             wait_until(lambda: not driver.pool.is_available)
             driver.wait_ready()
             assert driver.run(0, 1) is DONE
@@ -96,7 +102,7 @@ def test_a_stopped_worker_is_killed_and_replaced(is_computing: bool) -> None:
         if job is None:  # it sleeps, and gets work that it does not see
             job = driver.start(0, 0)
         start_s = time.monotonic()
-        assert driver.finish(0, 0, job) is FAILED
+        assert driver.finish(0, job) is FAILED
         assert elapsed_s(start_s) < 10
         assert are_gone([worker.pid])
         driver.wait_ready()
@@ -118,7 +124,7 @@ def test_a_worker_in_an_endless_job_is_killed() -> None:
     with Driver([case(4)], slow_config()) as driver:
         job = begin(driver, 0, predicted_us=0)  # predicted to take no time: the shortest deadline
         start_s = time.monotonic()
-        assert driver.finish(0, 0, job) is FAILED
+        assert driver.finish(0, job) is FAILED
         assert elapsed_s(start_s) < 10
         wait_until(lambda: "was killed because job 1 of 4 tokens took too long" in driver.pool.trouble)
 
@@ -137,25 +143,96 @@ def test_all_workers_at_once(number: signal.Signals, caplog: pytest.LogCaptureFi
         jobs = [begin(driver, worker, predicted_us=0) for worker in (0, 1)]
         for process in workers():
             process.send_signal(number)
-        assert [driver.finish(worker, 0, jobs[worker]) for worker in (0, 1)] == [FAILED] * 2
+        assert [driver.finish(0, jobs[worker]) for worker in (0, 1)] == [FAILED] * 2
         wait_until(lambda: "no CPU worker is left" in caplog.text)
         driver.wait_ready()
         assert driver.pool.counts().num_restarts == 2
 
 
+def has_arrived(driver: Driver, worker: int, job: Job) -> bool:
+    """Whether the worker's part of h is written, so that it waits for others, or expands."""
+    word = driver.pool.control.mailbox(worker).word("arrived")
+    return has_reached(load_acquire(word), job.sequence)
+
+
+@pytest.fixture
+def team() -> Iterator[Driver]:
+    """Two slow workers."""
+    with Driver([case(4)], make_config(2, slowdown=1e4, delta_table=table_of("numba"))) as driver:
+        yield driver
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [
+        ("before x", KILL),
+        pytest.param("before x", STOP, marks=FULL),
+        pytest.param("in shrink", KILL, marks=FULL),
+        ("in shrink", STOP),
+        pytest.param("others wait for it", KILL, marks=FULL),
+        ("others wait for it", STOP),
+        ("in expand", KILL),
+        pytest.param("in expand", STOP, marks=FULL),
+    ],
+)
+def test_a_team_loses_a_member(team: Driver, point: str, number: signal.Signals) -> None:
+    """The job fails once; the other member is not taken for stuck, and the next job is right."""
+    lost, other = workers()
+    job = team.publish((0, 1), 0, predicted_us=15)  # a deadline of 3 s
+    if point in {"before x", "others wait for it"}:
+        lost.send_signal(number if point == "before x" else STOP)
+    team.send_x(0, job)
+    if point == "in shrink":
+        wait_until(lambda: has_begun(team, 0, job))
+    elif point == "others wait for it":
+        wait_until(lambda: has_arrived(team, 1, job))
+    elif point == "in expand":
+        wait_until(lambda: has_arrived(team, 0, job) and has_arrived(team, 1, job))
+    if point != "before x":
+        with contextlib.suppress(psutil.NoSuchProcess):  # a stopped one may be killed already
+            lost.send_signal(number)
+    assert team.finish(0, job) is FAILED
+    wait_until(lambda: are_gone([lost.pid]))
+    team.wait_ready()
+    assert not are_gone([other.pid])
+    counts = team.pool.counts()
+    assert (counts.num_restarts, counts.num_failed_jobs) == (1, 1)
+    team.pool.slowdown = 1.0
+    assert team.run((0, 1), 0) is DONE
+
+
+@pytest.mark.parametrize("hit", ["workers", pytest.param("supervisor", marks=FULL)])
+def test_a_team_loses_all_members(team: Driver, hit: str) -> None:
+    pids = [process.pid for process in workers()]
+    job = team.start((0, 1), 0, predicted_us=15)
+    wait_until(lambda: has_begun(team, 0, job))
+    for process in workers() if hit == "workers" else [supervisor()]:
+        process.send_signal(KILL)
+    assert team.finish(0, job) is FAILED
+    wait_until(lambda: are_gone(pids))
+    team.wait_ready()
+    team.pool.slowdown = 1.0
+    assert team.run((0, 1), 0) is DONE
+
+
 def test_a_killed_supervisor_takes_its_workers_and_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     with Driver([case(4)], slow_config(2)) as driver:
         pids = [process.pid for process in workers()]
+        generation = driver.pool.end.state(0).generation
         jobs = [begin(driver, worker) for worker in (0, 1)]
         start_s = time.monotonic()
         supervisor().send_signal(signal.SIGKILL)
         for worker in (0, 1):
-            assert driver.finish(worker, 0, jobs[worker]) is FAILED
+            assert driver.finish(0, jobs[worker]) is FAILED
             assert are_gone(pids)  # before any wait was released
         assert elapsed_s(start_s) < 10
         driver.wait_ready()
         assert driver.pool.counts().num_supervisor_restarts == 1
-        assert driver.pool.end(0).generation() > jobs[0].generation
+        assert driver.pool.end.state(0).generation > generation
         assert "supervisor of the CPU workers was killed by SIGKILL" in caplog.text
         workers()[0].send_signal(signal.SIGKILL)  # the new supervisor monitors workers, too
         wait_until(lambda: len(driver.pool.ready_workers()) < 2)
@@ -178,7 +255,7 @@ def test_a_stopped_supervisor_is_replaced_and_what_it_missed_is_released() -> No
         watcher, (worker,) = supervisor(), workers()
         watcher.send_signal(signal.SIGSTOP)
         worker.send_signal(signal.SIGKILL)  # it is not reaped
-        assert driver.finish(0, 0, job) is FAILED
+        assert driver.finish(0, job) is FAILED
         assert are_gone([watcher.pid, worker.pid])
         driver.wait_ready()
 
@@ -191,17 +268,17 @@ def test_while_no_supervisor_is_there_late_jobs_fail_at_once(
     slow_python.chmod(0o700)
     with Driver([case(4)]) as driver:
         job = driver.start(0, 0)
-        assert driver.finish(0, 0, job) is DONE
+        assert driver.finish(0, job) is DONE
         monkeypatch.setattr("sys.executable", str(slow_python))
         supervisor().send_signal(signal.SIGKILL)
-        end = driver.pool.end(0)
-        wait_until(lambda: end.state().status is WorkerStatus.DEAD)
+        end = driver.pool.end
+        wait_until(lambda: end.state(0).status is WorkerStatus.DEAD)
         assert not driver.pool.is_available
         with pytest.raises(WorkerUnavailableError, match="worker 0 is dead"):
             driver.publish(0, 0)
         late = job._replace(sequence=end.next_sequence)  # of an engine with an old state
         end.publish(late)
-        assert driver.finish(0, 0, late) is FAILED
+        assert driver.finish(0, late) is FAILED
         assert not driver.pool.is_available
         driver.wait_ready()
         assert driver.run(0, 0) is DONE
@@ -217,8 +294,8 @@ def test_a_pause_of_everything_kills_nobody() -> None:
         for process in (worker, watcher):
             process.send_signal(signal.SIGCONT)
         time.sleep(0.3)
-        driver.send_x(0, 0, job)
-        assert driver.finish(0, 0, job) is DONE
+        driver.send_x(0, job)
+        assert driver.finish(0, job) is DONE
         assert driver.pool.counts().num_restarts == 0
 
 
@@ -227,7 +304,7 @@ def test_everybody_at_once() -> None:
         jobs = [begin(driver, worker) for worker in (0, 1)]
         for process in [*workers(), supervisor()]:
             process.send_signal(signal.SIGKILL)
-        assert [driver.finish(worker, 0, jobs[worker]) for worker in (0, 1)] == [FAILED] * 2
+        assert [driver.finish(0, jobs[worker]) for worker in (0, 1)] == [FAILED] * 2
         driver.wait_ready()
 
 
@@ -289,16 +366,16 @@ def test_no_false_kill_in_many_jobs_on_a_loaded_machine(
     caplog.set_level(logging.WARNING)
     hogs = [subprocess.Popen([sys.executable, "-c", HOG]) for _ in range(2 * len(os.sched_getaffinity(0)))]
     try:
-        config = make_config(2, num_ring_slots=8)
+        config = make_config(2)
         with Driver([case(4), case(16, (32, 8), 1)], config) as driver:
             for _ in range(num_rounds):
                 jobs = [
-                    (worker, index, driver.start(worker, index, predicted_us=10))
+                    (index, driver.start(worker, index, predicted_us=10))
                     for worker in (0, 1)
                     for index in (0, 1) * 4
                 ]
-                for worker, index, job in jobs:
-                    assert driver.finish(worker, index, job) is DONE
+                for index, job in jobs:
+                    assert driver.finish(index, job) is DONE
             assert driver.pool.counts().num_restarts == 0
             assert driver.pool.counts().num_supervisor_restarts == 0
     finally:

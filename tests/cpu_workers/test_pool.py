@@ -99,7 +99,7 @@ def test_deltas_are_measured_where_no_table_is_given() -> None:
 def test_too_little_shared_memory_starts_nothing() -> None:
     before = held()
     with Segment.create(4096, kind="adapters") as arena, pytest.raises(SpaceError, match="shared memory"):
-        WorkerPool(make_config(max_slice_tokens=2**40), arena)
+        WorkerPool(make_config(max_tokens=2**40), arena)
     assert not held().since(before)
 
 
@@ -163,7 +163,7 @@ def test_a_supervisor_that_talks_nonsense_turns_the_pool_off(
 def test_views_that_are_held_keep_the_memory_but_not_the_processes() -> None:
     driver = Driver([case()])
     pids = [supervisor().pid, workers()[0].pid]
-    held: Any = driver.pool.rings.rows(64, 1, 8)
+    held: Any = driver.pool.rows.rows(64, 1, 8)
     with pytest.raises(ShmError, match="cannot be closed while"):
         driver.pool.close()
     assert are_gone(pids)

@@ -29,6 +29,7 @@ _ALLOWED_IMPORTS = {
         "cpu_workers.process_life",  # how a process begins and ends: standard library only
         "cpu_workers.affinity",  # how a thread is pinned: the same
         "cpu_workers.kernels.simd.isa",  # names of levels and their environment
+        "cpu_workers.teams",  # how many workers compute a job: pure
         "shm.arena_ranges",  # which ranges of anything are free: pure
         "profiles.busy",
         "profiles.curve",
@@ -53,7 +54,7 @@ _ALLOWED_IMPORTS = {
         "cpu_workers.kernels",
         # The side of the CPU workers that the device talks to.
         "cpu_workers.pool",
-        "cpu_workers.slices",
+        "cpu_workers.teams",
         # How a thread is pinned is the same on both sides.
         "cpu_workers.affinity",
         # Waiting time of this process's threads for cores.

@@ -25,10 +25,8 @@ def exchanged_by_streams() -> Iterator[None]:
         assert transfer == compute, "they are apart already"
         return Exchange(device, compute, device.stream("exchange", is_urgent=True))
 
-    def by_streams(
-        exchange: Exchange, where: torch.device, *, max_slice_tokens: int, max_columns: int
-    ) -> Handover:
-        return StreamHandover(exchange, AddByCopy(max_slice_tokens, max_columns, where))
+    def by_streams(exchange: Exchange, where: torch.device, *, max_tokens: int, max_columns: int) -> Handover:
+        return StreamHandover(exchange, AddByCopy(max_tokens, max_columns, where))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handover, "Exchange", apart)
@@ -123,4 +121,4 @@ def test_a_failed_operation_voids_its_pass_and_no_other(
     num_lost = {"compute": num_warm + num_cold, "exchange": num_cold}[name]
     assert engine.core.stats().num_retried_rows == before + num_lost
     check(case, answers)
-    caplog.clear()  # a record of what failed keeps its frames, and these views of the rings
+    caplog.clear()  # a record of what failed keeps its frames, and these views of the rows

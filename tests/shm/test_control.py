@@ -7,21 +7,22 @@ from corun.shm.atomics import load_acquire
 from corun.shm.control import Control
 from corun.shm.errors import FormatError, ShmError
 from corun.shm.job import WorkerState, WorkerStatus
-from corun.shm.layout import LINE_BYTES, MAILBOX_FIELDS, mailbox_bytes
+from corun.shm.layout import JOB_BYTES, LINE_BYTES, TEAM_BYTES, TEAM_FIELDS, WORKER_BYTES, WORKER_FIELDS
 from corun.shm.mailbox import ProducerEnd
 from corun.shm.segment import Segment
 from corun.shm.words import wrap
 
 
-def test_mailboxes_lie_apart_in_lines_of_their_own() -> None:
+def test_a_team_shares_its_words_and_jobs_and_workers_have_their_own() -> None:
     with Control.create(num_workers=3, num_slots=4) as control:
         boxes = [control.mailbox(worker) for worker in range(3)]
-        starts = [box.address - control.segment.address for box in boxes]
-        assert starts == [LINE_BYTES + index * mailbox_bytes(4) for index in range(3)]
-        assert all(start % LINE_BYTES == 0 for start in starts)
-        assert starts[-1] + mailbox_bytes(4) == control.segment.num_bytes
+        assert {box.team - control.segment.address for box in boxes} == {LINE_BYTES}
+        starts = [box.own - box.team for box in boxes]
+        assert starts == [TEAM_BYTES + index * WORKER_BYTES for index in range(3)]
         slots = {box.job_offset(n) for box in boxes for n in range(2**31 - 3, 2**31 + 3)}
-        assert len(slots) == 4
+        first = TEAM_BYTES + 3 * WORKER_BYTES
+        assert slots == {first + slot * JOB_BYTES for slot in range(4)}
+        assert boxes[0].team + first + 4 * JOB_BYTES == control.segment.address + control.segment.num_bytes
         assert boxes[0].job_offset(2**31) == boxes[0].job_offset(wrap(2**31))
 
 
@@ -32,15 +33,15 @@ def test_all_words_start_before_the_first_job(first: int) -> None:
         Control.attach(control.fd) as other,
     ):
         box = other.mailbox(0)
-        for name in ("published", "ready", "done", "started"):
+        for name in ("published", "ready", "done", "finished", "arrived", "started"):
             assert load_acquire(box.word(name)) == wrap(first - 1)
-        end = ProducerEnd(box)
+        end = ProducerEnd(other)
         assert end.next_sequence == wrap(first)
-        assert end.state() == WorkerState(0, WorkerStatus.ABSENT)
+        assert end.state(0) == WorkerState(0, WorkerStatus.ABSENT)
         assert (other.num_workers, other.num_slots) == (1, 2)
 
 
-@pytest.mark.parametrize(("num_workers", "num_slots"), [(0, 4), (1, 1), (1, 12), (1, 2**21)])
+@pytest.mark.parametrize(("num_workers", "num_slots"), [(0, 4), (64, 4), (1, 1), (1, 12), (1, 2**21)])
 def test_shapes_that_cannot_be_are_refused(num_workers: int, num_slots: int) -> None:
     with pytest.raises(ShmError):
         Control.create(num_workers=num_workers, num_slots=num_slots)
@@ -59,7 +60,7 @@ def test_attach_refuses_other_segments() -> None:
 
 def test_a_held_mailbox_stays_mapped() -> None:
     control = Control.create(num_workers=1)
-    end = ProducerEnd(control.mailbox(0))
+    end = ProducerEnd(control)
     fd = control.fd
     control.close()
     control.close()
@@ -81,5 +82,5 @@ def test_a_state_is_one_word(status: WorkerStatus, generation: int) -> None:
 def test_words_have_addresses_by_name() -> None:
     with Control.create(num_workers=1) as control:
         box = control.mailbox(0)
-        addresses = [box.word(field.name) - box.address for field in MAILBOX_FIELDS]
-        assert addresses == [field.offset for field in MAILBOX_FIELDS]
+        for table, start in ((TEAM_FIELDS, box.team), (WORKER_FIELDS, box.own)):
+            assert [box.word(field.name) - start for field in table] == [field.offset for field in table]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from corun.shm import layout
-from corun.shm.job import Job, Result
+from corun.shm.job import Job
 from corun.shm.layout import Field
 
 _TABLES = {name: getattr(layout, name) for name in dir(layout) if name.endswith("_FIELDS")}
@@ -32,11 +32,11 @@ def test_the_page_of_fields_has_exactly_these_tables(repository: Path) -> None:
     ]
     expected = [
         _markdown(_TABLES[name])
-        for name in ("CONTROL_FIELDS", "MAILBOX_FIELDS", "JOB_FIELDS", "RESULT_FIELDS", "RINGS_FIELDS")
+        for name in ("CONTROL_FIELDS", "TEAM_FIELDS", "WORKER_FIELDS", "JOB_FIELDS", "ROWS_FIELDS")
     ]
     assert tables == expected
     assert len(_TABLES) == len(expected)
-    assert f"from byte {layout.JOBS_OFFSET} on" in page
+    assert f"one job of {layout.JOB_BYTES} bytes" in page
 
 
 @pytest.mark.parametrize("name", sorted(_TABLES))
@@ -48,28 +48,27 @@ def test_fields_are_aligned_and_do_not_overlap(name: str) -> None:
     assert len({field.name for field in table}) == len(table)
 
 
-def test_a_line_of_a_mailbox_has_one_writer() -> None:
-    by_line: dict[int, set[str]] = {}
-    for field in layout.MAILBOX_FIELDS:
-        by_line.setdefault(field.offset // layout.LINE_BYTES, set()).add(field.writer)
-    assert all(len(writers) == 1 for writers in by_line.values())
-    flags = [field for field in layout.MAILBOX_FIELDS if field.writer != "worker"]
-    assert len({field.offset // layout.LINE_BYTES for field in flags}) == len(flags)
-    assert layout.JOBS_OFFSET % layout.LINE_BYTES == layout.mailbox_bytes(2) % 64 == 0
+def test_a_line_has_one_writer() -> None:
+    for table in (layout.TEAM_FIELDS, layout.WORKER_FIELDS):
+        by_line: dict[int, set[str]] = {}
+        for field in table:
+            by_line.setdefault(field.offset // layout.LINE_BYTES, set()).add(field.writer)
+        assert all(len(writers) == 1 for writers in by_line.values())
+        flags = [field for field in table if field.writer != "worker"]
+        assert len({field.offset // layout.LINE_BYTES for field in flags}) == len(flags)
+    assert layout.jobs_offset(3) % layout.LINE_BYTES == layout.WORKER_BYTES % layout.LINE_BYTES == 0
 
 
 def test_messages_have_the_fields_of_the_layout() -> None:
-    for message, table in ((Job, layout.JOB_FIELDS), (Result, layout.RESULT_FIELDS)):
-        assert list(message._fields) == [field.name for field in table]
+    assert list(Job._fields) == [field.name for field in layout.JOB_FIELDS]
     assert layout.structure(layout.JOB_FIELDS, layout.JOB_BYTES).size == layout.JOB_BYTES
-    assert layout.structure(layout.RESULT_FIELDS, layout.RESULT_BYTES).size == layout.RESULT_BYTES
 
 
 def test_values_lie_where_the_table_says() -> None:
-    buffer = bytearray(192)
+    buffer = bytearray(256)
     values = {field.name: index + 3 for index, field in enumerate(layout.JOB_FIELDS)}
     Job(**values).write(memoryview(buffer), 64)
-    assert not any(buffer[:64]) and not any(buffer[128:])
+    assert not any(buffer[:64]) and not any(buffer[64 + layout.JOB_BYTES :])
     for field in layout.JOB_FIELDS:
         start = 64 + field.offset
         found = int.from_bytes(buffer[start : start + _SIZES[field.kind]], "little", signed=True)

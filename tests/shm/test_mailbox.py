@@ -1,12 +1,13 @@
-"""Mailboxes: every job ends exactly once, in order, under any death in between."""
+"""A team's mailbox: every job ends exactly once, in order, under any death in between."""
 
+import itertools
 import threading
 from collections.abc import Iterator
 
 import pytest
 from corun.shm.atomics import load_acquire, store_release
 from corun.shm.control import Control
-from corun.shm.errors import MailboxFullError, ShmError, WaitTimeoutError, WorkerUnavailableError
+from corun.shm.errors import MailboxFullError, ShmError, WaitTimeoutError
 from corun.shm.job import Job, JobStatus, WorkerState, WorkerStatus
 from corun.shm.mailbox import ProducerEnd, SupervisorEnd, WorkerEnd
 from corun.shm.park import wait_once
@@ -16,20 +17,26 @@ from support.processes import DEADLINE_S
 _NUM_SLOTS = 4
 
 
-def _job(end: ProducerEnd, generation: int = 1) -> Job:
-    return Job(end.next_sequence, generation, 10, 20, 30, 4, 50, 60, 70)
+def _job(end: ProducerEnd, members: int = 1) -> Job:
+    return Job(end.next_sequence, 4, 10, 20, 30, 40, members, 1, 70)
 
 
 class Ends:
-    """All three ends of a mailbox, in one process, with a worker running."""
+    """All ends of a mailbox, in one process, with all workers running."""
 
     def __init__(self, control: Control) -> None:
-        box = control.mailbox(0)
-        self.producer = ProducerEnd(box)
-        self.supervisor = SupervisorEnd(box)
-        self.worker = WorkerEnd(box, 1)
-        self.supervisor.announce(WorkerState(1, WorkerStatus.RUNNING))
-        assert self.worker.wait_running(DEADLINE_S)
+        boxes = [control.mailbox(worker) for worker in range(control.num_workers)]
+        self.producer = ProducerEnd(control)
+        self.supervisors = [SupervisorEnd(box) for box in boxes]
+        self.workers = [WorkerEnd(box, 1) for box in boxes]
+        self.supervisor, self.worker = self.supervisors[0], self.workers[0]
+        for supervisor, worker in zip(self.supervisors, self.workers, strict=True):
+            supervisor.announce(WorkerState(1, WorkerStatus.RUNNING))
+            assert worker.wait_running(DEADLINE_S)
+
+    def die(self, worker: int) -> None:
+        """As the supervisor does once it has reaped it."""
+        self.supervisors[worker].announce(WorkerState(1, WorkerStatus.DEAD))
 
     def take(self) -> Job | None:
         return self.worker.next_job(spin_ns=0, park_ns=1000)
@@ -58,8 +65,7 @@ def test_a_job_arrives_as_it_was_sent_and_its_result_comes_back(ends: Ends) -> N
         ends.worker.finish(job)
         ends.producer.wait_done(job.sequence, timeout_s=DEADLINE_S)
         result = ends.producer.take_result()
-        assert (result.sequence, result.generation) == (job.sequence, 1)
-        assert result.status == JobStatus.DONE
+        assert result[:10] == job[:10] and result.status == JobStatus.DONE
         assert result.duration_us >= 0
 
 
@@ -71,7 +77,7 @@ def test_a_full_mailbox_says_so_and_loses_nothing(ends: Ends) -> None:
         assert not end.can_publish(_NUM_SLOTS - number + 1)
         jobs.append(_job(end))
         end.publish(jobs[-1])
-    with pytest.raises(MailboxFullError, match=f"{_NUM_SLOTS} of {_NUM_SLOTS} slots of worker 0"):
+    with pytest.raises(MailboxFullError, match=f"{_NUM_SLOTS} of {_NUM_SLOTS} slots hold"):
         end.publish(_job(end))
     for job in jobs:
         assert ends.take() == job
@@ -129,24 +135,17 @@ def test_slots_that_hold_something_else_are_noticed(ends: Ends) -> None:
     box.buffer[box.job_offset(job.sequence)] ^= 1
     assert ends.take() == job
     ends.worker.finish(job)
-    box.buffer[box.result_offset(job.sequence)] ^= 1
-    with pytest.raises(ShmError, match="is that of job"):
-        ends.producer.take_result()
-    box.buffer[box.result_offset(job.sequence)] ^= 1
-    box.buffer[box.result_offset(job.sequence) + 8] = 77
-    with pytest.raises(ShmError, match="77"):
+    box.buffer[box.job_offset(job.sequence)] ^= 1
+    with pytest.raises(ShmError, match="holds job"):
         ends.producer.take_result()
 
 
 @pytest.mark.parametrize("status", [s for s in WorkerStatus if s != WorkerStatus.RUNNING])
-def test_no_generation_is_given_for_a_worker_that_does_not_run(ends: Ends, status: WorkerStatus) -> None:
-    assert ends.producer.generation() == 1
+def test_a_worker_that_is_not_to_run_takes_nothing(ends: Ends, status: WorkerStatus) -> None:
     ends.supervisor.announce(WorkerState(1, status))
-    with pytest.raises(WorkerUnavailableError, match=status.name.lower()):
-        ends.producer.generation()
     assert not ends.worker.is_running()
     assert ends.take() is None
-    assert ends.producer.state().status == status
+    assert ends.producer.state(0).status == status
 
 
 def test_outstanding_jobs_of_a_dead_worker_fail(ends: Ends) -> None:
@@ -161,7 +160,7 @@ def test_outstanding_jobs_of_a_dead_worker_fail(ends: Ends) -> None:
     activity = ends.supervisor.activity()
     assert activity.job == jobs[1] and activity.heartbeat_ns > 0
     assert ends.supervisor.num_outstanding() == 2
-    ends.supervisor.announce(WorkerState(1, WorkerStatus.DEAD))
+    ends.die(0)
     assert ends.supervisor.fail_outstanding() == 2
     assert ends.supervisor.fail_outstanding() == 0
     ends.producer.publish(_job(ends.producer))  # by a producer that has not looked yet
@@ -171,25 +170,132 @@ def test_outstanding_jobs_of_a_dead_worker_fail(ends: Ends) -> None:
     assert statuses == [JobStatus.DONE, *[JobStatus.FAILED] * 3]
 
 
-def test_a_replacement_refuses_jobs_of_its_predecessor(ends: Ends) -> None:
-    late = _job(ends.producer, generation=ends.producer.generation())
-    ends.supervisor.announce(WorkerState(1, WorkerStatus.DEAD))
-    ends.supervisor.fail_outstanding()
+def test_a_replacement_computes_what_is_published_after_the_death(ends: Ends) -> None:
+    late = _job(ends.producer)
+    ends.producer.publish(late)
+    ends.die(0)
+    assert ends.supervisor.fail_outstanding() == 1
     ends.supervisor.announce(WorkerState(2, WorkerStatus.STARTING))
-    ends.supervisor.fail_outstanding()
     replacement = WorkerEnd(ends.producer.mailbox, 2)
     assert not replacement.wait_running(0.002)
+    between = _job(ends.producer)  # by a producer that has not looked
+    ends.producer.publish(between)
     ends.supervisor.announce(WorkerState(2, WorkerStatus.RUNNING))
     assert replacement.wait_running(DEADLINE_S)
-    ends.producer.publish(late)
-    mine = _job(ends.producer, generation=ends.producer.generation())
+    mine = _job(ends.producer)
     ends.producer.publish(mine)
-    assert replacement.next_job() == mine
-    assert ends.producer.is_done(late.sequence) and not ends.producer.is_done(mine.sequence)
-    replacement.finish(mine)
-    results = [ends.producer.take_result() for _ in range(2)]
-    assert [r.status for r in results] == [JobStatus.FAILED, JobStatus.DONE]
-    assert [r.generation for r in results] == [2, 2]
+    for job in (between, mine):
+        assert replacement.next_job() == job
+        replacement.finish(job)
+    results = [ends.producer.take_result() for _ in range(3)]
+    assert [r.status for r in results] == [JobStatus.FAILED, JobStatus.DONE, JobStatus.DONE]
+
+
+@pytest.fixture(params=[1, 2**31 - 2])
+def team(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    """Three workers."""
+    control = Control.create(
+        num_workers=3, num_slots=_NUM_SLOTS, first_sequence=request.param, backing="memfd"
+    )
+    with control:
+        yield Ends(control)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_job_is_done_when_its_last_member_has_finished(team: Ends, order: tuple[int, ...]) -> None:
+    job = _job(team.producer, members=0b111)
+    team.producer.publish(job)
+    assert [worker.next_job() for worker in team.workers] == [job] * 3
+    for number in order:
+        assert not team.producer.is_done(job.sequence)
+        team.workers[number].finish(job)
+    assert team.producer.take_result().status == JobStatus.DONE
+
+
+def test_jobs_of_other_members_are_left_to_them_and_done_in_order(team: Ends) -> None:
+    first, second = _job(team.producer, 0b001), _job(team.producer, 0b110)
+    second = second._replace(sequence=wrap(first.sequence + 1))
+    team.producer.publish_all([first, second])
+    assert [worker.next_job() for worker in team.workers] == [first, second, second]
+    for number in (1, 2):
+        team.workers[number].finish(second)
+    assert not team.producer.is_done(first.sequence)
+    team.workers[0].finish(first)
+    assert team.producer.is_done(second.sequence)
+    assert team.producer.take_failed() == ()
+
+
+@pytest.mark.parametrize("when", ["before it takes", "before it arrives", "before it finishes"])
+def test_a_lost_member_fails_a_job_once_and_its_team_goes_on(team: Ends, when: str) -> None:
+    job, alone = _job(team.producer, 0b011), _job(team.producer, 0b010)
+    alone = alone._replace(sequence=wrap(job.sequence + 1))
+    team.producer.publish_all([job, alone])
+    assert team.workers[1].next_job() == job
+    if when != "before it takes":
+        assert team.workers[0].next_job() == job
+        team.workers[0].begin(job)
+    if when == "before it finishes":
+        assert not team.workers[0].wait_members(job, 0b011, timeout_s=0)
+    team.die(0)
+    if when != "before it finishes":
+        assert not team.workers[1].wait_members(job, 0b011, timeout_s=0)
+    assert team.supervisors[0].fail_outstanding() == 1
+    assert team.workers[1].wait_members(job, 0b011, timeout_s=DEADLINE_S)
+    assert not team.producer.is_done(job.sequence)  # the other one may still write y
+    team.workers[1].finish(job)
+    assert team.workers[1].next_job() == alone
+    team.workers[1].finish(alone)
+    assert team.producer.take_failed() == (job.sequence,)
+
+
+def test_all_members_may_die(team: Ends) -> None:
+    job = _job(team.producer, 0b111)
+    team.producer.publish(job)
+    for worker in range(3):
+        assert not team.producer.is_done(job.sequence)
+        team.die(worker)
+        assert team.supervisors[worker].fail_outstanding() == (1 if worker == 0 else 0)
+    assert team.producer.take_failed() == (job.sequence,)
+
+
+def test_a_member_that_fails_or_is_not_shared_with_holds_no_other(team: Ends) -> None:
+    job = _job(team.producer, 0b011)
+    team.producer.publish(job)
+    assert team.workers[0].next_job() == team.workers[1].next_job() == job
+    team.workers[0].finish(job, JobStatus.FAILED)
+    assert team.workers[1].wait_members(job, 0b011, timeout_s=DEADLINE_S)
+    team.workers[1].finish(job)
+    assert team.producer.take_result().status == JobStatus.FAILED
+
+
+def test_a_worker_that_looks_late_passes_jobs_of_others(team: Ends) -> None:
+    """Their slots have later jobs; the last of them is its own."""
+    for _ in range(_NUM_SLOTS + 2):
+        job = _job(team.producer, 0b001)
+        team.producer.publish(job)
+        assert team.workers[0].next_job() == job
+        team.workers[0].finish(job)
+        team.producer.take_result()
+    job = _job(team.producer, 0b110)
+    team.producer.publish(job)
+    assert team.workers[1].next_job() == job
+    team.workers[1].finish(job)
+    team.die(2)
+    assert team.supervisors[2].fail_outstanding() == 1
+    assert team.producer.take_failed() == (job.sequence,)
+
+
+def test_a_member_that_waits_for_another_beats_and_sees_a_changed_state(team: Ends) -> None:
+    job = _job(team.producer, 0b011)
+    team.producer.publish(job)
+    assert team.workers[0].next_job() == job
+    team.workers[0].begin(job)
+    before = team.supervisor.activity()
+    assert before.job == job
+    assert not team.workers[0].wait_members(job, 0b011, timeout_s=0.002)
+    assert team.supervisor.activity().heartbeat_ns > before.heartbeat_ns
+    team.supervisor.announce(WorkerState(1, WorkerStatus.STOPPING))
+    assert not team.workers[0].wait_members(job, 0b011, timeout_s=DEADLINE_S)
 
 
 def test_a_sleeping_worker_wakes_for_a_job_and_for_its_end(ends: Ends) -> None:
@@ -231,7 +337,7 @@ def test_a_sleeping_producer_is_woken_by_worker_and_supervisor(ends: Ends, is_de
         threading.Event().wait(0.001)
     threading.Event().wait(0.02)
     if is_dead:
-        ends.supervisor.announce(WorkerState(1, WorkerStatus.DEAD))
+        ends.die(0)
         ends.supervisor.fail_outstanding()
     else:
         ends.worker.finish(job)

@@ -1,4 +1,6 @@
-"""Mailboxes under any order of events: jobs, deaths, replacements, and a producer that is late."""
+"""A team's mailbox under any order of events: jobs, deaths, replacements, late members."""
+
+from dataclasses import dataclass
 
 from corun.shm.control import Control
 from corun.shm.errors import MailboxFullError
@@ -7,130 +9,163 @@ from corun.shm.mailbox import ProducerEnd, SupervisorEnd, WorkerEnd
 from corun.shm.words import wrap
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-_NUM_SLOTS = 4
+_NUM_SLOTS, _NUM_WORKERS = 4, 3
 _FIRSTS = [1, 2**31 - 2, 2**32 - 2]
+
+workers = st.integers(0, _NUM_WORKERS - 1)
+
+
+@dataclass
+class _Worker:
+    """What the model knows of one worker. ``place``: jobs that it has finished or passed."""
+
+    supervisor: SupervisorEnd
+    end: WorkerEnd | None = None
+    generation: int = 1
+    place: int = 0
+    taken: Job | None = None
 
 
 class MailboxHistory(RuleBasedStateMachine):
-    """The three ends in one process; a rule is one step of one of them."""
+    """All ends in one process; a rule is one step of one of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.expected: list[tuple[int, JobStatus]] = []  # results not taken, as far as done
-        self.published: list[Job] = []  # not done
-        self.generation = 1
-        self.worker: WorkerEnd | None = None
-        self.taken: Job | None = None  # the worker's current job
-        self.known_generation = 1  # the producer's latest view, which may be old
+        self.jobs: list[Job] = []  # all, by their number
+        self.failed: set[int] = set()  # places in ``jobs``
+        self.num_taken = 0  # results
 
     @initialize(first=st.sampled_from(_FIRSTS))
     def make(self, first: int) -> None:
         self.control = Control.create(
-            num_workers=1, num_slots=_NUM_SLOTS, first_sequence=first, backing="memfd"
+            num_workers=_NUM_WORKERS, num_slots=_NUM_SLOTS, first_sequence=first, backing="memfd"
         )
-        box = self.control.mailbox(0)
-        self.producer, self.supervisor = ProducerEnd(box), SupervisorEnd(box)
+        self.producer = ProducerEnd(self.control)
         self.next_sequence = wrap(first)
-        self.run_replacement()
+        self.workers = [
+            _Worker(SupervisorEnd(self.control.mailbox(worker))) for worker in range(_NUM_WORKERS)
+        ]
+        for worker in range(_NUM_WORKERS):
+            self.run_replacement(worker)
 
     def teardown(self) -> None:
         if not hasattr(self, "control"):
             return
-        if self.worker is None:
-            self.run_replacement()
-        while self.published:
-            self.take_job()
-            self.finish(JobStatus.DONE)
-        while self.expected:
+        for number, worker in enumerate(self.workers):
+            self.die(number)
+            self.fail_outstanding(number)
+            assert worker.supervisor.num_outstanding() == 0
+        while self.num_taken < len(self.jobs):
             self.take_result()
-        assert self.producer.num_outstanding == self.supervisor.num_outstanding() == 0
+        assert self.producer.num_outstanding == 0
         self.control.close()
 
-    @rule()
-    def look_at_state(self) -> None:
-        if self.producer.state().status == WorkerStatus.RUNNING:
-            self.known_generation = self.producer.generation()
+    @property
+    def num_done(self) -> int:
+        """Jobs that all members have finished, and all before them."""
+        for place, job in enumerate(self.jobs):
+            if any(job.members >> n & 1 and w.place <= place for n, w in enumerate(self.workers)):
+                return place
+        return len(self.jobs)
 
-    @rule(tokens=st.integers(1, 16))
-    def publish(self, tokens: int) -> None:
-        job = Job(self.next_sequence, self.known_generation, 1, 2, 3, tokens, 4, 5, 6)
-        is_full = len(self.published) + len(self.expected) == _NUM_SLOTS
+    @rule(tokens=st.integers(1, 16), members=st.integers(1, 2**_NUM_WORKERS - 1))
+    def publish(self, tokens: int, members: int) -> None:
+        job = Job(self.next_sequence, tokens, 1, 2, 3, 4, members, 1, 5)
+        is_full = len(self.jobs) - self.num_taken == _NUM_SLOTS
         assert self.producer.can_publish() == (not is_full)
-        if is_full:
-            try:
-                self.producer.publish(job)
-            except MailboxFullError:
-                return
-            raise AssertionError("a full mailbox took a job")
-        self.producer.publish(job)
-        self.published.append(job)
+        try:
+            self.producer.publish(job)
+        except MailboxFullError:
+            assert is_full
+            return
+        assert not is_full
+        self.jobs.append(job)
         self.next_sequence = wrap(self.next_sequence + 1)
 
-    @precondition(lambda self: self.worker is not None and self.taken is None)
-    @rule()
-    def take_job(self) -> None:
-        assert self.worker is not None
-        self.taken = self.worker.next_job(spin_ns=0, park_ns=1)
-        while self.published and self.published[0].generation != self.generation:
-            self.expected.append((self.published.pop(0).sequence, JobStatus.FAILED))
-        assert self.taken == (self.published[0] if self.published else None)
-
-    @precondition(lambda self: self.taken is not None)
-    @rule()
-    def begin(self) -> None:
-        assert self.worker is not None and self.taken is not None
-        self.worker.begin(self.taken)
-        assert self.supervisor.activity().job == self.taken
-
-    @precondition(lambda self: self.taken is not None)
-    @rule(status=st.sampled_from(JobStatus))
-    def finish(self, status: JobStatus) -> None:
-        if self.taken is None:
+    @rule(number=workers)
+    def take_job(self, number: int) -> None:
+        worker = self.workers[number]
+        if worker.end is None or worker.taken is not None:
             return
-        assert self.worker is not None
-        self.worker.finish(self.taken, status)
-        self.expected.append((self.taken.sequence, status))
-        assert self.published.pop(0) == self.taken
-        self.taken = None
-        assert self.supervisor.activity().job is None
+        worker.taken = worker.end.next_job(spin_ns=0, park_ns=1)
+        while worker.place < len(self.jobs) and not self.jobs[worker.place].members >> number & 1:
+            worker.place += 1
+        expected = self.jobs[worker.place] if worker.place < len(self.jobs) else None
+        assert (worker.taken is None) == (expected is None)
+        if worker.taken is not None and expected is not None:
+            assert worker.taken[:10] == expected[:10]
 
-    @precondition(lambda self: self.worker is not None)
-    @rule()
-    def die(self) -> None:
-        self.worker = self.taken = None
-        self.supervisor.announce(WorkerState(self.generation, WorkerStatus.DEAD))
+    @rule(number=workers)
+    def begin(self, number: int) -> None:
+        worker = self.workers[number]
+        if worker.end is not None and worker.taken is not None:
+            worker.end.begin(worker.taken)
+            current = worker.supervisor.activity().job
+            assert current is not None and current.sequence == worker.taken.sequence
 
-    @precondition(lambda self: self.worker is None)
-    @rule()
-    def fail_outstanding(self) -> None:
-        assert self.supervisor.fail_outstanding() == len(self.published)
-        self.expected += [(job.sequence, JobStatus.FAILED) for job in self.published]
-        self.published.clear()
+    @rule(number=workers, status=st.sampled_from(JobStatus))
+    def finish(self, number: int, status: JobStatus) -> None:
+        worker = self.workers[number]
+        if worker.end is None or worker.taken is None:
+            return
+        worker.end.finish(worker.taken, status)
+        if status == JobStatus.FAILED:
+            self.failed.add(worker.place)
+        worker.place += 1
+        worker.taken = None
+        assert worker.supervisor.activity().job is None
 
-    @precondition(lambda self: self.worker is None)
-    @rule()
-    def run_replacement(self) -> None:
-        if self.producer.state().status == WorkerStatus.DEAD:
-            self.generation += 1
-        self.supervisor.announce(WorkerState(self.generation, WorkerStatus.STARTING))
-        self.worker = WorkerEnd(self.producer.mailbox, self.generation)
-        self.fail_outstanding()
-        self.supervisor.announce(WorkerState(self.generation, WorkerStatus.RUNNING))
-        assert self.worker.wait_running(0)
+    @rule(number=workers)
+    def die(self, number: int) -> None:
+        worker = self.workers[number]
+        if worker.end is not None:
+            worker.end = worker.taken = None
+            worker.supervisor.announce(WorkerState(worker.generation, WorkerStatus.DEAD))
+            worker.generation += 1
 
-    @precondition(lambda self: bool(self.expected))
+    @rule(number=workers)
+    def fail_outstanding(self, number: int) -> None:
+        worker = self.workers[number]
+        if worker.end is not None:
+            return
+        left = range(worker.place, len(self.jobs))
+        lost = {place for place in left if self.jobs[place].members >> number & 1} - self.failed
+        assert worker.supervisor.fail_outstanding() == len(lost)
+        self.failed |= lost
+        worker.place = len(self.jobs)
+
+    @rule(number=workers)
+    def run_replacement(self, number: int) -> None:
+        """Jobs that were published since the last failures are the replacement's."""
+        worker = self.workers[number]
+        if worker.end is None:
+            worker.end = WorkerEnd(self.control.mailbox(number), worker.generation)
+            worker.supervisor.announce(WorkerState(worker.generation, WorkerStatus.RUNNING))
+            assert worker.end.wait_running(0)
+
     @rule()
     def take_result(self) -> None:
+        if self.num_taken == self.num_done:
+            return
         result = self.producer.take_result()
-        assert (result.sequence, result.status) == self.expected.pop(0)
+        assert result.sequence == self.jobs[self.num_taken].sequence
+        assert (result.status == JobStatus.FAILED) == (self.num_taken in self.failed)
+        self.num_taken += 1
 
     @invariant()
     def counts_agree(self) -> None:
-        if hasattr(self, "control"):
-            assert self.producer.num_outstanding == len(self.expected) + len(self.published)
-            assert self.supervisor.num_outstanding() == len(self.published)
+        if not hasattr(self, "control"):
+            return
+        assert self.producer.num_outstanding == len(self.jobs) - self.num_taken
+        if self.jobs:
+            num_done = self.num_done
+            done = [self.producer.is_done(job.sequence) for job in self.jobs[-_NUM_SLOTS:]]
+            start = len(self.jobs) - len(done)
+            assert done == [start + place < num_done for place in range(len(done))]
+        for worker in self.workers:
+            assert worker.supervisor.num_outstanding() == len(self.jobs) - worker.place
 
 
 TestMailboxHistories = MailboxHistory.TestCase

@@ -1,4 +1,4 @@
-"""Mailboxes and rings between real processes: sums agree, and kills lose and hang nothing."""
+"""Mailboxes and rows between real processes: sums agree, and kills lose and hang nothing."""
 
 import contextlib
 import signal
@@ -12,22 +12,23 @@ from corun.shm.control import Control
 from corun.shm.errors import PeerDeadError
 from corun.shm.job import Job, JobStatus, WorkerState, WorkerStatus
 from corun.shm.mailbox import ProducerEnd, SupervisorEnd
-from corun.shm.rings import Rings, RingShape
+from corun.shm.shared_rows import RowShape, SharedRows
 from support.processes import DEADLINE_S, finish, line_of, program
 
 NUM_TOKENS, NUM_COLUMNS = 4, 32
+DEPTH = 4  # jobs with rows of their own
 
-# Arguments: descriptors of control and rings, generation, and what to do in the midst of a job:
+# Arguments: descriptors of control and rows, generation, and what to do in the midst of a job:
 # the number of the job to hang in. y is x + 1; the check sum of x goes to the first column.
 WORKER = """
 import sys, time
 import numpy as np
 from corun.shm.control import Control
 from corun.shm.mailbox import WorkerEnd
-from corun.shm.rings import Rings
+from corun.shm.shared_rows import SharedRows
 
-control_fd, rings_fd, generation, hang_at = map(int, sys.argv[1:5])
-control, rings = Control.attach(control_fd), Rings.attach(rings_fd)
+control_fd, rows_fd, generation, hang_at = map(int, sys.argv[1:5])
+control, memory = Control.attach(control_fd), SharedRows.attach(rows_fd)
 end = WorkerEnd(control.mailbox(0), generation)
 print("ready", flush=True)
 if not end.wait_running(60):
@@ -38,8 +39,8 @@ while end.is_running():
     if job is None or not end.wait_x(job, timeout_s=60):
         continue
     end.begin(job)
-    x = rings.rows(job.x_offset, job.num_tokens, job.x_stride_bytes // 2)
-    y = rings.rows(job.y_offset, job.num_tokens, job.y_stride_bytes // 2)
+    x = memory.rows(job.x_offset, job.num_tokens, 32)
+    y = memory.rows(job.y_offset, job.num_tokens, 32)
     y[:] = x + 1
     y[:, 0] = x.sum(axis=1, dtype=np.uint16)
     if job.sequence == hang_at:
@@ -51,18 +52,19 @@ print(num_jobs, flush=True)
 """
 
 
-def make_job(end: ProducerEnd, rings: Rings, generation: int) -> Job:
-    """The next job, in its slots."""
-    sequence, shape, box = end.next_sequence, rings.shape, end.mailbox
+def make_job(end: ProducerEnd, shape: RowShape) -> Job:
+    """The next job, at its place."""
+    sequence = end.next_sequence
+    first = sequence % DEPTH * NUM_TOKENS
     return Job(
         sequence=sequence,
-        generation=generation,
-        arena_offset=0,
-        x_offset=shape.x_offset(box.worker, sequence),
-        y_offset=shape.y_offset(box.worker, sequence),
         num_tokens=NUM_TOKENS,
-        x_stride_bytes=NUM_COLUMNS * 2,
-        y_stride_bytes=NUM_COLUMNS * 2,
+        arena_offset=0,
+        x_offset=shape.x_offset(first),
+        y_offset=shape.y_offset(first),
+        h_offset=shape.h_offset(first),
+        members=1,
+        token_parts=1,
         predicted_us=100,
     )
 
@@ -79,10 +81,10 @@ _NEVER = 2**40  # no job has this number
 class Pair:
     """A producer and a supervisor in this process, for workers in others."""
 
-    def __init__(self, control: Control, rings: Rings) -> None:
-        self.fds = [control.fd, rings.fd]
-        self.rings = rings
-        self.producer = ProducerEnd(control.mailbox(0))
+    def __init__(self, control: Control, memory: SharedRows) -> None:
+        self.fds = [control.fd, memory.fd]
+        self.memory = memory
+        self.producer = ProducerEnd(control)
         self.supervisor = SupervisorEnd(control.mailbox(0))
 
     def worker(
@@ -91,14 +93,14 @@ class Pair:
         return program(WORKER, *self.fds, generation, hang_at, pass_fds=self.fds)
 
     def x(self, job: Job) -> np.ndarray:
-        return self.rings.rows(job.x_offset, NUM_TOKENS, NUM_COLUMNS)
+        return self.memory.rows(job.x_offset, NUM_TOKENS, NUM_COLUMNS)
 
     def y(self, job: Job) -> np.ndarray:
-        return self.rings.rows(job.y_offset, NUM_TOKENS, NUM_COLUMNS)
+        return self.memory.rows(job.y_offset, NUM_TOKENS, NUM_COLUMNS)
 
-    def send(self, generation: int, *, signal_ready: bool = True) -> Job:
+    def send(self, *, signal_ready: bool = True) -> Job:
         """Publish a job with x of its own, and signal its x as an accelerator does."""
-        job = make_job(self.producer, self.rings, generation)
+        job = make_job(self.producer, self.memory.shape)
         self.producer.publish(job)
         self.x(job)[:] = np.arange(NUM_TOKENS * NUM_COLUMNS).reshape(NUM_TOKENS, -1) + (job.sequence & 0x7FFF)
         if signal_ready:
@@ -113,23 +115,17 @@ class Pair:
 
 @pytest.fixture(params=[2**32 - 3])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    shape = RingShape.for_widths(
-        num_workers=1,
-        num_slots=4,
-        max_slice_tokens=NUM_TOKENS,
-        max_in_features=NUM_COLUMNS,
-        max_out_columns=NUM_COLUMNS,
-    )
+    shape = RowShape(DEPTH * NUM_TOKENS, NUM_COLUMNS * 2, NUM_COLUMNS * 2, 32)
     with (
         Control.create(num_workers=1, num_slots=8, first_sequence=request.param) as control,
-        Rings.create(shape) as rings,
+        SharedRows.create(shape) as memory,
     ):
-        yield Pair(control, rings)
+        yield Pair(control, memory)
 
 
 @pytest.mark.parametrize("pair", [2**31 - 3, 2**32 - 3], indirect=True)
 def test_sums_of_many_jobs_agree(pair: Pair) -> None:
-    num_jobs, depth = 400, pair.rings.shape.num_slots
+    num_jobs, depth = 400, DEPTH
     in_flight: list[Job] = []
     with pair.worker(1) as worker:
         assert line_of(worker) == "ready"
@@ -143,7 +139,7 @@ def test_sums_of_many_jobs_agree(pair: Pair) -> None:
                 assert pair.producer.take_result().status == JobStatus.DONE
                 pair.check(job)
             if number < num_jobs:
-                in_flight.append(pair.send(1))
+                in_flight.append(pair.send())
         pair.supervisor.announce(WorkerState(1, WorkerStatus.STOPPING))
         assert finish(worker) == f"{num_jobs}\n"
 
@@ -156,7 +152,7 @@ def test_a_worker_that_ends_in_the_midst_of_a_job_is_replaced(pair: Pair, end: s
     with pair.worker(1, hang_at) as worker:
         assert line_of(worker) == "ready"
         run_worker(pair.supervisor, 1)
-        jobs = [pair.send(1) for _ in range(3)]
+        jobs = [pair.send() for _ in range(3)]
         assert line_of(worker) == "hangs"
         assert pair.supervisor.activity().job == jobs[1]
         worker.send_signal(end)
@@ -168,21 +164,21 @@ def test_a_worker_that_ends_in_the_midst_of_a_job_is_replaced(pair: Pair, end: s
         pair.supervisor.announce(WorkerState(1, WorkerStatus.DEAD))
         assert pair.supervisor.fail_outstanding() == 2
         pair.producer.wait_done(jobs[2].sequence, timeout_s=DEADLINE_S)
-        late = pair.send(1)
+        late = pair.send()
         assert line_of(replacement) == "ready"
         pair.supervisor.announce(WorkerState(2, WorkerStatus.RUNNING))
-        mine = pair.send(2)
+        mine = pair.send()
         pair.producer.wait_done(mine.sequence, timeout_s=DEADLINE_S)
         pair.check(mine)
         results = [pair.producer.take_result() for _ in range(5)]
     assert [result.sequence for result in results] == [job.sequence for job in [*jobs, late, mine]]
-    failed = JobStatus.FAILED
-    assert [result.status for result in results] == [JobStatus.DONE, failed, failed, failed, JobStatus.DONE]
+    done, failed = JobStatus.DONE, JobStatus.FAILED
+    assert [result.status for result in results] == [done, failed, failed, done, done]
 
 
 def test_a_producer_that_sleeps_is_woken_for_a_dead_worker(pair: Pair) -> None:
     """No worker computes; the supervisor fails the job while the producer sleeps."""
-    job = pair.send(1, signal_ready=False)
+    job = pair.send(signal_ready=False)
     code = """
 import sys
 from corun.shm.control import Control

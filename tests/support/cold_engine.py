@@ -20,7 +20,6 @@ import psutil
 import torch
 from corun.cpu_workers import pool
 from corun.cpu_workers.pool import PoolConfig, WorkerPool
-from corun.cpu_workers.slices import max_tokens
 from corun.gpu.coexec.assistant import Assistant
 from corun.gpu.coexec.invocation import Invocation
 from corun.profiles.link import Direction
@@ -315,8 +314,7 @@ class ColdEngine:
         assert self.arena.place_ids == memory.host.place_ids
         assert self.arena.taken_bytes == memory.host.taken_bytes
         pool = self.coexecution.pool  # none where the model is not in bfloat16
-        ends = [] if pool is None else [pool.end(number) for number in range(pool.num_workers)]
-        assert not any(end.num_outstanding for end in ends)
+        assert pool is None or not pool.end.num_outstanding
 
     @property
     def arena(self) -> HostArena:
@@ -363,14 +361,8 @@ class ColdEngine:
         return chunks(request, limit) if limit else None
 
     def _room_of_workers(self, rows: StepRows) -> int:
-        """Tokens that their rings hold beside what the step has."""
-        num_tokens = max_tokens(
-            num_cores=max(1, self.assistant.num_ready_workers),
-            tokens_per_core=self.coexecution.profile.model.tokens_per_worker,
-            max_requests=self.coexecution.max_rows_per_step,
-            max_slices_per_core=self.pool.rings.shape.num_slots,
-        )
-        return max(0, num_tokens - sum(chunk.num_tokens for _, chunk in rows.cold_chunks))
+        """Tokens that their memory holds beside what the step has."""
+        return self.pool.config.max_tokens - sum(chunk.num_tokens for _, chunk in rows.cold_chunks)
 
     def _watch_executor(self) -> None:
         executor: Any = self.parts.executor

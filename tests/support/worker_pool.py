@@ -9,7 +9,7 @@ from typing import Any, Self
 import psutil
 from corun.cpu_workers.deltas.table import DeltaShape, DeltaTable, DeltaTime
 from corun.cpu_workers.pool import PoolConfig, WorkerPool
-from corun.cpu_workers.slices import SliceJob
+from corun.cpu_workers.teams import TeamJob
 from corun.shm.atomics import store_release
 from corun.shm.job import Job, JobStatus
 from corun.shm.mailbox import SupervisorEnd
@@ -22,6 +22,7 @@ WAIT_TIMEOUT_S = 60.0
 IN_FEATURES = 64
 OUT_FEATURES = (48, 16)
 MAX_TOKENS = 32
+NUM_PLACES = 16  # jobs with rows of their own
 _ALIGNMENT = 64
 
 
@@ -45,10 +46,11 @@ def make_config(num_workers: int = 1, **values: Any) -> PoolConfig:
     """A small pool; ``values`` replace the defaults of its configuration."""
     defaults: dict[str, Any] = {
         "worker_cpus": last_cpus(num_workers),
-        "max_slice_tokens": MAX_TOKENS,
+        "max_tokens": NUM_PLACES * MAX_TOKENS,
         "max_in_features": IN_FEATURES,
         "max_out_columns": sum(OUT_FEATURES),
-        "num_job_slots": 16,
+        "max_padded_ranks": 256,
+        "num_job_slots": NUM_PLACES,
         "delta_table": table_of("numpy"),
     }
     return PoolConfig(**(defaults | values))
@@ -67,54 +69,61 @@ class Driver:
         for place, offset, size in zip(self.places, self.offsets, sizes, strict=True):
             self.arena.buffer[offset : offset + size] = place.region_bytes()
         self.pool = WorkerPool(config or make_config(), self.arena)
+        self._num_published = 0
         try:
             self.pool.wait_ready(READY_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
 
-    def publish(self, worker: int, index: int, predicted_us: int = 100) -> Job:
-        """Submit all tokens of a place to a worker; its x is not there yet."""
-        place = self.places[index]
-        task = SliceJob(
+    def publish(
+        self, members: int | tuple[int, ...], index: int, predicted_us: int = 100, token_parts: int = 1
+    ) -> Job:
+        """Submit all tokens of a place to a worker or a team; its x is not there yet."""
+        task = TeamJob(
             arena_offset=self.offsets[index],
-            num_tokens=place.case.num_tokens,
-            in_columns=place.case.in_features,
-            out_columns=place.region.y_columns,
+            first_token=self._num_published % NUM_PLACES * MAX_TOKENS,
+            num_tokens=self.places[index].case.num_tokens,
+            members=(members,) if isinstance(members, int) else members,
+            token_parts=token_parts,
             predicted_us=predicted_us,
         )
-        (job,) = self.pool.submit(worker, [task])
+        (job,) = self.pool.submit([task])
+        self._num_published += 1
         return job
 
-    def send_x(self, worker: int, index: int, job: Job) -> None:
+    def send_x(self, index: int, job: Job) -> None:
         """What the accelerator does: copy x, then signal."""
         place = self.places[index]
-        rows = self.pool.rings.rows(job.x_offset, job.num_tokens, place.case.in_features)
+        rows = self.pool.rows.rows(job.x_offset, job.num_tokens, place.case.in_features)
         rows[:] = place.x
-        self.pool.rings.rows(job.y_offset, job.num_tokens, place.region.y_columns)[:] = 0x7FC1
-        store_release(self.pool.end(worker).ready_address, job.sequence)
+        self.pool.rows.rows(job.y_offset, job.num_tokens, place.region.y_columns)[:] = 0x7FC1
+        store_release(self.pool.end.ready_address, job.sequence)
 
-    def start(self, worker: int, index: int, predicted_us: int = 100) -> Job:
+    def start(
+        self, members: int | tuple[int, ...], index: int, predicted_us: int = 100, token_parts: int = 1
+    ) -> Job:
         """Publish a job and send its x."""
-        job = self.publish(worker, index, predicted_us)
-        self.send_x(worker, index, job)
+        job = self.publish(members, index, predicted_us, token_parts)
+        self.send_x(index, job)
         return job
 
-    def finish(self, worker: int, index: int, job: Job) -> JobStatus:
+    def finish(self, index: int, job: Job) -> JobStatus:
         """Wait for a job, take its result, and check y if there is one."""
-        self.pool.wait_done(worker, job.sequence, timeout_s=WAIT_TIMEOUT_S)
-        result = self.pool.end(worker).take_result()
+        self.pool.wait_done(job.sequence, timeout_s=WAIT_TIMEOUT_S)
+        result = self.pool.end.take_result()
         assert result.sequence == job.sequence
-        if result.status is JobStatus.DONE:
+        if result.status == JobStatus.DONE:
             place = self.places[index]
-            assert result.generation == job.generation
-            place.y[:] = self.pool.rings.rows(job.y_offset, job.num_tokens, place.region.y_columns)
+            place.y[:] = self.pool.rows.rows(job.y_offset, job.num_tokens, place.region.y_columns)
             place.check(hidden_roundings=1)
-        return result.status
+        return JobStatus(result.status)
 
-    def run(self, worker: int, index: int, predicted_us: int = 100) -> JobStatus:
+    def run(
+        self, members: int | tuple[int, ...], index: int, predicted_us: int = 100, token_parts: int = 1
+    ) -> JobStatus:
         """One job from start to end."""
-        return self.finish(worker, index, self.start(worker, index, predicted_us))
+        return self.finish(index, self.start(members, index, predicted_us, token_parts))
 
     def wait_ready(self) -> None:
         self.pool.wait_ready(READY_TIMEOUT_S)

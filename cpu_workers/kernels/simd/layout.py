@@ -40,9 +40,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ....shm import region
 from .isa import process_isa
 
-RANKS_PER_TILE = 8
+RANKS_PER_TILE = region.RANKS_PER_TILE
 COLUMNS_PER_GROUP = 16
 STEPS_UNROLLED = 4  # of 8 bytes each: the padding of ``in``
 

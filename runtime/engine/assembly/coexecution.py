@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ....cpu_workers.teams import TeamCosts
 from ....profiles.models import MachineModel
 from ....profiles.profile import Profile
 from ...coldstart.cold_start import PlannedColdStarts
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Slices of one input group for one worker: each needs a ring slot.
-_RING_SLOTS = 8
-_MAX_COLD_ROWS = 4  # of a step; each may need one more slice than the tokens do
+_MAX_COLD_ROWS = 4  # of a step; each has a job in every input group
 _WORKERS_TIMEOUT_S = 60.0
 _MAX_KNOWN_JOBS = 4096  # with a cached prediction
 
@@ -90,16 +89,14 @@ def start_coexecution(
         return None
     transfer = device.stream("exchange", is_urgent=True) if is_cuda else compute
     exchange = Exchange(device, compute, transfer)
+    max_tokens = _max_tokens(config, loaded)
     with contextlib.ExitStack() as undo:
         workers = _start_workers(config, loaded, host, exchange, placement, profile, on_progress)
         if workers is not None:
             undo.callback(workers.close)
         assistant = Assistant(
             make_handover(
-                exchange,
-                loaded.model.device,
-                max_slice_tokens=_slice_tokens(profile.model),
-                max_columns=_widths(loaded)[1],
+                exchange, loaded.model.device, max_tokens=max_tokens, max_columns=_widths(loaded)[1]
             ),
             loaded.lora_backend,
             None if workers is None else workers.gateway,
@@ -108,8 +105,8 @@ def start_coexecution(
         num_workers = 0 if workers is None else workers.pool.num_workers
         return Coexecution(
             assistant,
-            _cold_starts(config, profile.model, num_workers),
-            min(config.max_assisted_tokens_per_step, loaded.max_step_tokens),
+            _cold_starts(config, profile.model, num_workers, max_tokens),
+            max_tokens,
             _MAX_COLD_ROWS,
             CpuWorkerStats if workers is None else workers.stats,
             profile,
@@ -118,9 +115,12 @@ def start_coexecution(
         )
 
 
-def _cold_starts(config: EngineConfig, model: MachineModel, num_workers: int) -> PlannedColdStarts:
+def _cold_starts(
+    config: EngineConfig, model: MachineModel, num_workers: int, max_tokens: int
+) -> PlannedColdStarts:
     settings = PlannerConfig.of_options(config.load_strategy, config.cold_priority, config.max_assisted_stall)
-    return PlannedColdStarts(Planner(model, settings), _worker_tokens(model, num_workers), TransferTable())
+    worker_tokens = (0, *[max_tokens] * num_workers)
+    return PlannedColdStarts(Planner(model, settings), worker_tokens, TransferTable())
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ def _start_workers(
     with contextlib.ExitStack() as undo:
         pool = WorkerPool(_pool_config(config, loaded, placement, profile), host.arena.segment)
         undo.callback(pool.close)
-        rings = loaded.device.register(pool.rings.segment.pages, name="rings", is_paced=False)
-        undo.callback(rings.close)
+        rows = loaded.device.register(pool.rows.segment.pages, name="rows of workers", is_paced=False)
+        undo.callback(rows.close)
         control = loaded.device.register(pool.control.segment.pages, name="control", is_paced=False)
         undo.callback(control.close)
         try:
@@ -176,11 +176,11 @@ def _start_workers(
             _LOG.warning("CPU workers did not start; continuing without them for now: %s", error)
         gateway = WorkerGateway(
             pool,
-            rings,
+            rows,
             control,
             exchange,
             _predictor(pool),
-            tokens_per_worker=profile.model.tokens_per_worker,
+            TeamCosts(profile.model.member_s, profile.model.share_s),
         )
         return _Workers(pool, gateway, undo.pop_all().close)
 
@@ -190,16 +190,20 @@ def _pool_config(
 ) -> "PoolConfig":
     from ....cpu_workers.pool import PoolConfig
     from ....profiles.measure.deltas import delta_table
+    from ....shm.control import MAX_WORKERS
 
-    max_in_features, max_out_columns = _widths(loaded)
-    num_jobs = profile.model.num_layers * len(profile.model.groups) * _RING_SLOTS
+    max_in_features, max_out_columns, max_padded_ranks = _widths(loaded)
+    num_jobs = profile.model.num_layers * len(profile.model.groups) * _MAX_COLD_ROWS
+    cpus = placement.plan.worker_cpus
+    if len(cpus) > MAX_WORKERS:
+        _LOG.info("%d of %d cores get CPU workers, the most of a team", MAX_WORKERS, len(cpus))
     return PoolConfig(
-        worker_cpus=placement.plan.worker_cpus,
+        worker_cpus=cpus[:MAX_WORKERS],
         supervisor_cpus=placement.plan.supervisor_cpus,
-        max_slice_tokens=_slice_tokens(profile.model),
+        max_tokens=_max_tokens(config, loaded),
         max_in_features=max_in_features,
         max_out_columns=max_out_columns,
-        num_ring_slots=_RING_SLOTS,
+        max_padded_ranks=max_padded_ranks,
         num_job_slots=1 << max(6, (num_jobs - 1).bit_length()),
         backend=config.delta_backend,
         delta_table=delta_table(profile),
@@ -232,42 +236,26 @@ def _predictor(pool: "WorkerPool") -> "PredictDelta":
     return predict_s
 
 
-def _widths(loaded: "LoadedModel") -> tuple[int, int]:
-    """Return the largest width of x, and of y for all targets of an input group together.
+def _widths(loaded: "LoadedModel") -> tuple[int, int, int]:
+    """Return the largest widths of x, and of y and h for all targets of an input group together.
 
     Without embedding and output head, which workers do not compute.
     """
+    from ....cpu_workers.deltas.base import MAX_RANK
     from ....cpu_workers.kernels.simd.layout import padded_features
 
-    columns: dict[tuple[int, int], int] = {}
+    columns: dict[tuple[int, int], list[int]] = {}
     targets = [target for target in loaded.target_map.targets if not target.is_vocabulary]
     for target in targets:
-        key = (target.layer, target.input_group)
         _, padded = padded_features(0, target.out_features, loaded.dtype.itemsize)
-        columns[key] = columns.get(key, 0) + padded
-    return max(target.in_features for target in targets), max(columns.values())
-
-
-def _slice_tokens(model: MachineModel) -> int:
-    """Return the most tokens of a slice: the budget in whole blocks."""
-    from ....cpu_workers.slices import BLOCK_TOKENS
-
-    return -(-model.tokens_per_worker // BLOCK_TOKENS) * BLOCK_TOKENS
-
-
-def _worker_tokens(model: MachineModel, num_workers: int) -> tuple[int, ...]:
-    """Return how many cold tokens of a step the rings hold, by the number of ready workers."""
-    from ....cpu_workers.slices import max_tokens
-
+        columns.setdefault((target.layer, target.input_group), []).append(padded)
     return (
-        0,
-        *(
-            max_tokens(
-                num_cores=num_ready,
-                tokens_per_core=model.tokens_per_worker,
-                max_requests=_MAX_COLD_ROWS,
-                max_slices_per_core=_RING_SLOTS,
-            )
-            for num_ready in range(1, num_workers + 1)
-        ),
+        max(target.in_features for target in targets),
+        max(map(sum, columns.values())),
+        max(map(len, columns.values())) * MAX_RANK,
     )
+
+
+def _max_tokens(config: EngineConfig, loaded: "LoadedModel") -> int:
+    """Return the most tokens that workers compute in a step."""
+    return min(config.max_assisted_tokens_per_step, loaded.max_step_tokens)

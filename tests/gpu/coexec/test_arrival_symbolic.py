@@ -154,7 +154,7 @@ def test_larger_ones_are_right_in_any_order(data: st.DataObject, chooser: Choose
         num_layers=4,
         num_groups=data.draw(st.integers(1, 2)),
         group_of_layer=data.draw(st.sampled_from([(0, 0, 1, 1), (0, 1, 1, 1)])),
-        num_slices=data.draw(st.integers(1, 2)),
+        num_workers=data.draw(st.integers(1, 2)),
         streams=data.draw(st.sampled_from(["apart", "one", "adopted"])),
         copies_y=data.draw(st.booleans()),
         reads_rows=data.draw(st.booleans()),

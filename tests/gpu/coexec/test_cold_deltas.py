@@ -36,7 +36,7 @@ class ThreadWorker:
         self.x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
         self.y = torch.zeros(TOKENS, sum(OUT), dtype=torch.bfloat16)
         self.matrix = torch.randn(WIDTH, sum(OUT), dtype=torch.bfloat16)
-        self.address = 0  # of the rings: offsets are addresses here
+        self.address = 0  # of the rows: offsets are addresses here
         self.order: list[int] = []
         self.jobs: list[tuple[int, int]] = []  # sequence, tokens
         self.takes_s = 0.0
@@ -62,7 +62,6 @@ class ThreadWorker:
         self.jobs.append((sequence, end - start))
         return Invocation(
             (0, 0),
-            0,
             sequence,
             start,
             end,
@@ -176,7 +175,7 @@ def test_a_wait_for_longer_than_one_stays_awake(bench: Bench) -> None:
     assert not torch.cat(results[0] + results[2], dim=1).any()
 
 
-def test_slices_of_one_request_meet_again(bench: Bench) -> None:
+def test_jobs_of_one_group_meet_again(bench: Bench) -> None:
     x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
     left, right = bench.worker, ThreadWorker()
     right.matrix = left.matrix

@@ -7,14 +7,14 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from corun.cpu_workers.slices import SliceJob
+from corun.cpu_workers.teams import TeamJob
 from corun.gpu.coexec.assistant import AssistedPass
 from corun.gpu.coexec.cold_deltas import ColdDeltas
 from corun.gpu.coexec.gateway import WorkerGateway
 from corun.gpu.coexec.handover import Exchange, StreamHandover
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.base import DeviceError, Stream
-from corun.shm.errors import RingFullError, WorkerUnavailableError
+from corun.shm.errors import RowsFullError, WorkerUnavailableError
 from corun.shm.job import Job
 from hypothesis import given, settings
 from support.streams.symbolic_coexec import Shape, SymbolicEngine, recording
@@ -64,13 +64,11 @@ def test_a_split_anywhere_is_right_in_every_order(streams: str, split_layer: int
     "shape",
     [
         replace(SMALL, num_groups=2),
-        replace(SMALL, num_slices=2),
-        replace(SMALL, num_slices=2, num_workers=2),
-        replace(SMALL, num_slices=2, num_slots=4),
+        replace(SMALL, num_workers=2),
         replace(SMALL, group_of_layer=(0, 0)),
         replace(SMALL, num_layers=3, group_of_layer=(0, 1, 1)),
         replace(SMALL, reads_rows=True),
-        replace(SMALL, num_groups=2, streams="one", num_slices=2),
+        replace(SMALL, num_groups=2, streams="one"),
     ],
     ids=str,
 )
@@ -85,20 +83,16 @@ def test_a_prefetch_that_is_promoted(streams: str) -> None:
 
 
 @settings(derandomize=True, deadline=None, database=None, max_examples=50)
-@given(data=st.data(), chooser=choosers(num_agents=9, num_steps=400))
+@given(data=st.data(), chooser=choosers(num_agents=11, num_steps=400))
 def test_larger_ones_are_right_in_any_order(data: st.DataObject, chooser: Chooser) -> None:
     num_layers = data.draw(st.integers(2, 5))
-    num_slots = data.draw(st.sampled_from([2, 4]))
-    num_workers = data.draw(st.integers(1, 2))
     cuts = data.draw(st.lists(st.integers(0, 1), min_size=num_layers - 1, max_size=num_layers - 1))
     group_of_layer = tuple(sum(cuts[:layer]) for layer in range(num_layers))
     shape = Shape(
         num_layers=num_layers,
         num_groups=data.draw(st.integers(1, 3)),
         group_of_layer=group_of_layer,
-        num_workers=num_workers,
-        num_slots=num_slots,
-        num_slices=data.draw(st.integers(1, num_slots * num_workers)),
+        num_workers=data.draw(st.integers(1, 3)),
         streams=data.draw(st.sampled_from(["apart", "one", "adopted"])),
         copies_y=data.draw(st.booleans()),
         reads_rows=data.draw(st.booleans()),
@@ -136,8 +130,8 @@ def broken_off_publishing(engine: SymbolicEngine) -> None:
     assert not engine.run(2, copied, samples=False)
     submit = engine.pool.submit
 
-    def broken(worker: int, tasks: Sequence[SliceJob]) -> list[Job]:
-        submit(worker, tasks)
+    def broken(tasks: Sequence[TeamJob]) -> list[Job]:
+        submit(tasks)
         raise WorkerUnavailableError("it went just now")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -165,7 +159,7 @@ def failing_pass(layer: int, before: str) -> Callable[[SymbolicEngine], None]:
         with pytest.raises(ArithmeticError):
             engine.forward(assisted.deltas, ((layer, 0), before))
         assisted.abandon()
-        assert all(not worker.num_outstanding for worker in engine.pool.workers)
+        assert not engine.pool.num_outstanding
         assert engine.run(1, copied)
         engine.finish(copied)
         engine.evict()
@@ -181,18 +175,18 @@ def test_a_pass_that_raises_lets_its_workers_go(streams: str, layer: int, before
     explore(recording(shape, failing_pass(layer, before))).check()
 
 
-def test_more_slices_than_slots_are_refused_before_anything_is_published() -> None:
+def test_more_tokens_than_rows_are_refused_before_anything_is_published() -> None:
     def live(engine: SymbolicEngine) -> None:
         copied = engine.fetch("a")
         engine.start(copied)
-        with pytest.raises(RingFullError, match=r"layer 0, input group 0 has 3 slices .* 2 slots"):
-            engine.begin(1, copied)
-        assert engine.pool.workers[0].num_published == 0
+        with pytest.raises(RowsFullError, match=r"a pass has 9 tokens .* room for 8"):
+            engine.begin(1, copied, num_tokens=9)
+        assert engine.pool.num_published == 0
         assert engine.run(0, copied)
         engine.finish(copied)
         engine.evict()
 
-    explore(recording(replace(SMALL, num_slices=3), live)).check()
+    explore(recording(SMALL, live)).check()
 
 
 # The findings that each mistake leads to, in some order.
@@ -251,9 +245,9 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 def _drop_by_own_stores(self: Any) -> None:
-    for worker in self._pool.workers:
-        if worker.num_outstanding:
-            self._pool.device.host.signal(worker.ready, worker.newest_sequence)
+    pool = self._pool
+    if pool.num_outstanding:
+        pool.host.signal(pool.ready, pool.newest_sequence)
     self.collect({}, timeout_s=1.0)
 
 
@@ -299,14 +293,6 @@ MISTAKES: dict[str, _Mistake] = {
         SMALL,
         assisted_prefill(1),
         {ReadBeforeWrite, Overlap, UseAfterHandOn},
-    ),
-    "the ring is too small": (
-        WorkerGateway,
-        "_check_room",
-        _nothing,
-        replace(SMALL, num_slices=3),
-        assisted_prefill(1),
-        {OverwriteBeforeRead, Overlap},
     ),
     "workers go on while an earlier y is read": (
         ColdDeltas,

@@ -1,4 +1,4 @@
-"""Passes with a real worker that are abandoned, refused, interrupted and killed leave nothing.
+"""Passes with a team of two real workers that are abandoned, refused, interrupted and killed leave nothing.
 
 No pass uses a result, an x or a y of another one.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from corun.cpu_workers.slices import SliceJob
+from corun.cpu_workers.teams import TeamCosts, TeamJob
 from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
 from corun.gpu.coexec.cold_deltas import Arrival
 from corun.gpu.coexec.gateway import PlacedGroup, WorkerGateway
@@ -19,17 +19,15 @@ from corun.gpu.coexec.handover import Exchange
 from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.coexec.invocation import job_shape
 from corun.gpu.device.cpu import CpuDevice
-from corun.shm.errors import RingFullError, WaitTimeoutError, WorkerUnavailableError
+from corun.shm.errors import RowsFullError, WaitTimeoutError, WorkerUnavailableError
 from corun.shm.job import Job
 from corun.shm.layout import LINE_BYTES
 from support.deltas import POISON, floats
 from support.streams.symbolic_tensors import as_torch
-from support.worker_pool import IN_FEATURES, OUT_FEATURES, Driver, case, make_config, workers
+from support.worker_pool import IN_FEATURES, OUT_FEATURES, Driver, case, make_config, table_of, workers
 
 NUM_LAYERS = 3
 MAX_TOKENS = 32
-BUDGET = 8  # tokens of a slice: so 4 slices fill the ring
-NUM_SLOTS = 4
 FIRST_SEQUENCE = 2**31 - 40  # numbers wrap around on the way
 
 
@@ -52,7 +50,7 @@ class Cold:
         return len(self.places)
 
     def arrival(self, layer: int) -> Arrival | None:
-        raise AssertionError("all layers are the worker's")
+        raise AssertionError("all layers are the workers'")
 
     def has_failed(self) -> bool:
         return False
@@ -76,18 +74,18 @@ class Passes:
         compute = device.stream("compute")
         device.adopt(compute)
         pool = driver.pool
-        self.rings = device.register(pool.rings.segment.buffer, name="rings", is_paced=False)
+        self.rows = device.register(pool.rows.segment.buffer, name="rows", is_paced=False)
         self.control = device.register(pool.control.segment.buffer, name="ctl", is_paced=False)
         exchange = Exchange(device, compute, compute)
         gateway = WorkerGateway(
-            pool, self.rings, self.control, exchange, lambda region, tokens: 1e-4, tokens_per_worker=BUDGET
+            pool, self.rows, self.control, exchange, lambda region, tokens: 1e-4 * tokens, TeamCosts(0.0, 0.0)
         )
         self.assistant = Assistant(HostHandover(exchange), as_torch(None), gateway, NUM_LAYERS)
         self.adapters = [Cold(driver, (0, 1, 2)), Cold(driver, (3, 4, 5))]
 
     @property
     def num_outstanding(self) -> int:
-        return self.driver.pool.end(0).num_outstanding
+        return self.driver.pool.end.num_outstanding
 
     def begin(self, num_tokens: int, adapter: int) -> AssistedPass:
         if not self.num_outstanding:
@@ -119,21 +117,20 @@ class Passes:
         return True
 
     def close(self) -> None:
-        self.rings.close()
+        self.rows.close()
         self.control.close()
 
     def _poison(self) -> None:
         """Data of earlier passes must not pass for a result."""
-        segment = self.driver.pool.rings.segment
+        segment = self.driver.pool.rows.segment
         count = (segment.num_bytes - LINE_BYTES) // 2
         segment.view(np.uint16, LINE_BYTES, count)[:] = POISON
 
 
 @pytest.fixture(scope="module")
 def passes() -> Iterator[Passes]:
-    config = make_config(
-        num_ring_slots=NUM_SLOTS, num_job_slots=16, first_sequence=FIRST_SEQUENCE, max_slice_tokens=BUDGET
-    )
+    table = table_of("numba")
+    config = make_config(2, delta_table=table, first_sequence=FIRST_SEQUENCE, max_tokens=MAX_TOKENS)
     device = CpuDevice()
     with Driver([case(seed=seed) for seed in range(2 * NUM_LAYERS)], config) as driver:
         passes = Passes(driver, device)
@@ -156,9 +153,9 @@ def break_off_publishing(passes: Passes, rng: random.Random) -> None:
     pool, number = passes.driver.pool, rng.randrange(4)
     submit = pool.submit
 
-    def broken(worker: int, tasks: Sequence[SliceJob]) -> list[Job]:
+    def broken(tasks: Sequence[TeamJob]) -> list[Job]:
         if number:
-            submit(worker, tasks[:number])
+            submit(tasks[:number])
         raise WorkerUnavailableError("it went just now")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -184,10 +181,10 @@ def lose_results(passes: Passes, rng: random.Random) -> None:
 
 
 def refuse(passes: Passes, rng: random.Random) -> None:
-    before = passes.driver.pool.end(0).next_sequence
-    with pytest.raises(RingFullError, match="layer 0, input group 0 has 5 slices for worker 0"):
+    before = passes.driver.pool.end.next_sequence
+    with pytest.raises(RowsFullError, match=r"a pass has 33 tokens .* and their memory has room for 32"):
         passes.begin(MAX_TOKENS + 1, 0)
-    assert passes.driver.pool.end(0).next_sequence == before
+    assert passes.driver.pool.end.next_sequence == before
 
 
 def abandon(passes: Passes, rng: random.Random) -> None:

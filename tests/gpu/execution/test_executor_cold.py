@@ -9,7 +9,7 @@ import pytest
 import torch
 from corun.gpu.coexec.assistant import ColdRow
 from corun.runtime.plan import Outcome, RequestId, RetryCause, SubBatch, SubBatchKind, WorkersChanged
-from corun.shm.errors import RingFullError
+from corun.shm.errors import RowsFullError
 from support.architectures import save_model
 from support.executor_device import ADAPTER, Arriving, ExecutorDevice, blocks, load, new, rows, wait_progress
 
@@ -94,10 +94,10 @@ def causes_of(found: dict[RequestId, Any]) -> list[RetryCause | None]:
 def test_a_pass_that_workers_cannot_take_is_the_fault_of_the_rows_that_need_them(
     device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assisting = Assisting(error=RingFullError("too many slices"))
+    assisting = Assisting(error=RowsFullError("too many tokens"))
     found, _ = beside_the_cold_one(device, monkeypatch, assisting, is_broken=False)
     assert causes_of(found) == [RetryCause.OTHER_ROW, RetryCause.OTHER_ROW, RetryCause.DELTAS]
-    assert "too many slices" in (found[RequestId(3)].error or "")
+    assert "too many tokens" in (found[RequestId(3)].error or "")
 
 
 def test_void_deltas_are_the_cold_rows_matter_alone(

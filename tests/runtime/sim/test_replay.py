@@ -76,7 +76,7 @@ def test_what_the_planner_predicts_of_a_request_alone_comes_true(
         adapter=AdapterShape(facts.num_bytes, facts.layers.rank_sums),
         ready_s=by_layer(facts.layers.group_of_layer, arrival_s),
         max_chunk_tokens=machine.max_num_batched_tokens,
-        max_assisted_tokens=MODEL.tokens_per_worker,
+        max_assisted_tokens=machine.max_num_batched_tokens,
         num_workers=1,
     )
     predicted = predict(model, cold, LoadStrategy(strategy))

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from corun.cpu_workers.teams import TeamCosts
 from corun.gpu.adapters.arrival import Copied
 from corun.gpu.adapters.copier import AdapterCopier, Lane
 from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
@@ -31,7 +32,7 @@ from support.streams.symbolic_tensors import SymbolicTensor, SymbolicTensorDevic
 from support.streams.symbolic_workers import SymbolicPool
 
 _WIDTH, _RANK = 16, 8
-BLOCK = 8  # tokens of the smallest slice
+NUM_TOKENS = 8  # of a row
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,10 @@ class Shape:
     num_groups: int = 1  # input groups of a layer
     group_of_layer: tuple[int, ...] = (0, 1)  # layer groups, which are loaded together
     num_workers: int = 1
-    num_slots: int = 2  # of the rings
-    num_slices: int = 1  # of a row's tokens
     streams: str = "apart"  # apart | one | adopted: compute and transfer
     copies_y: bool = False  # AddByCopy, as on CUDA
     reads_rows: bool = False  # the kernels read plain rows, through a staging buffer
-    dies_in: tuple[int, ...] = ()  # jobs of the first worker
+    dies_in: tuple[int, ...] = ()  # jobs in which the first worker dies
 
 
 class _HostAdapter:
@@ -180,7 +179,7 @@ class SymbolicEngine:
         device.adopted = self.compute if shape.streams == "adopted" else None
         self.copier = _Copier(device, shape)
         self.copier.set_compute_stream(self.compute)
-        self.pool = SymbolicPool(symbolic, shape.num_workers, shape.num_slots, shape.dies_in)
+        self.pool = SymbolicPool(symbolic, shape.num_workers, NUM_TOKENS, shape.dies_in)
         self.streams = {"compute": self.compute, "exchange": transfer}
         exchange = Exchange(as_torch(device), self.compute, transfer)
         gateway = WorkerGateway(
@@ -188,8 +187,8 @@ class SymbolicEngine:
             as_torch(self.pool),
             as_torch(self.pool),
             exchange,
-            lambda *_: 0.0,
-            tokens_per_worker=BLOCK,
+            lambda *_: 1.0,
+            TeamCosts(0.0, 0.0),  # so that all workers are members
         )
         handover = StreamHandover(exchange, add_in_place)
         if shape.copies_y:
@@ -222,9 +221,10 @@ class SymbolicEngine:
         """The table's row goes, and the last reference to the memory with it."""
         self.copier.free(self.memory.pop(row))
 
-    def begin(self, split_layer: int, copied: Copied | None, row: int = 0) -> AssistedPass:
+    def begin(
+        self, split_layer: int, copied: Copied | None, row: int = 0, num_tokens: int = NUM_TOKENS
+    ) -> AssistedPass:
         """Publish the jobs of one row's pass."""
-        num_tokens = BLOCK * self.shape.num_slices
         cold = ColdRow(0, num_tokens, split_layer, row, _RANK, copied)
         return self.assistant.begin([cold], torch.device("cpu"))
 
@@ -275,7 +275,7 @@ class SymbolicEngine:
 
 
 def add_in_place(exchange: Exchange, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
-    """As on a device that reads the rings itself."""
+    """As on a device that reads the rows itself."""
     exchange.device.launch(exchange.compute, _nothing, reads=(invocation.y,), writes=ys)
 
 

@@ -75,8 +75,9 @@ class SymbolicTensorDevice:
         return self.symbolic.host
 
     def copy(self, stream: Stream, destination: SymbolicTensor, source: SymbolicTensor) -> None:
-        (to_buffer,), (from_buffer,) = destination.buffers, source.buffers
-        self.symbolic.copy(stream, to_buffer, from_buffer)
+        (to_buffer,) = destination.buffers
+        for from_buffer in source.buffers:  # parts of one memory
+            self.symbolic.copy(stream, to_buffer, from_buffer)
         self._wait_if_adopted(stream)
 
     def launch(

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from corun.cpu_workers.slices import SliceJob
+from corun.cpu_workers.teams import TeamJob
 from corun.gpu.device.base import Word
 from corun.shm.job import Job
 from corun.shm.words import wrap
@@ -14,25 +14,51 @@ from support.streams.symbolic_tape import Process
 from support.streams.symbolic_tensors import SymbolicTensor
 
 _FIRST_SEQUENCE = 2**31 - 2  # wraps around on the way
-_Y_OFFSET = 100
+_BEFORE = _FIRST_SEQUENCE - 1
+_X, _Y = 0, 1  # offsets of x and y
 
 
-class SymbolicWorker:
-    """One worker, its mailbox and its rings. After its death, the same agent answers for it."""
+class _Worker:
+    """One worker and its words. After its death, the same agent answers for it."""
 
-    def __init__(self, device: SymbolicDevice, index: int, num_slots: int) -> None:
-        before = _FIRST_SEQUENCE - 1
+    def __init__(self, device: SymbolicDevice, index: int) -> None:
         self.process: Process = device.process(f"worker {index}")
-        self.published = device.word(f"published {index}", initial=before)
-        self.ready = device.word(f"ready {index}", initial=before)
-        self.done = device.word(f"done {index}", initial=before)
-        self.x = [Buffer(f"x {index}.{slot}") for slot in range(num_slots)]
-        self.y = [Buffer(f"y {index}.{slot}") for slot in range(num_slots)]
-        device.host.compute(writes=[*self.x, *self.y])  # zeros
-        self.ready_address, self.done_address = 2 * index, 2 * index + 1
+        self.arrived = device.word(f"arrived {index}", initial=_BEFORE)
+        self.finished = device.word(f"finished {index}", initial=_BEFORE)
+        self.h, self.y = Buffer(f"h of {index}"), Buffer(f"y of {index}")
+
+
+class SymbolicPool:
+    """What ``WorkerGateway`` knows of a pool, its mailbox, its rows and its control segment.
+
+    ``dies_in``: jobs, by number, in which worker 0 dies; it is replaced for the next pass.
+    """
+
+    def __init__(
+        self, device: SymbolicDevice, num_workers: int, max_tokens: int, dies_in: Collection[int]
+    ) -> None:
+        self.device, self.host = device, device.host
+        self.config = SimpleNamespace(max_tokens=max_tokens, num_job_slots=64)
+        self.shares_matrices = True
+        self.published = device.word("published", initial=_BEFORE)
+        self.ready = device.word("ready", initial=_BEFORE)
+        self.done = device.word("done", initial=_BEFORE)
+        self.workers = [_Worker(device, index) for index in range(num_workers)]
+        self.last_member = device.process("the last member")  # moves ``done`` on
+        self.x, self.y = Buffer("x of workers"), [worker.y for worker in self.workers]
+        self.host.compute(writes=[self.x, *self.y, *(worker.h for worker in self.workers)])  # zeros
+        self.regions: dict[int, Buffer] = {}  # of the arena, by offset
+        self.address = 0  # of the control segment
+        self.ready_address, self.done_address = 0, 1
         self.num_published = self.num_taken = 0
-        self.failed: set[int] = set()  # jobs, by number
-        self.host = device.host
+        self._failed: set[int] = set()  # jobs, by number
+        self._dies_in = dies_in
+        self._is_dead = False
+
+    @property
+    def end(self) -> "SymbolicPool":
+        """It is its mailbox, too."""
+        return self
 
     @property
     def num_outstanding(self) -> int:
@@ -45,83 +71,61 @@ class SymbolicWorker:
     def can_publish(self, num_jobs: int) -> bool:
         return True
 
-    def publish(self, region: Buffer, *, is_alive: bool, dies: bool) -> int:
-        """Write down one more job, and what becomes of it; return its number."""
-        number, worker = self.num_published, self.process
+    def ready_workers(self) -> tuple[int, ...]:
+        self._is_dead = False
+        return tuple(range(len(self.workers)))
+
+    def submit(self, tasks: Sequence[TeamJob]) -> list[Job]:
+        return [self._submit_one(task) for task in tasks]
+
+    def _submit_one(self, task: TeamJob) -> Job:
+        """Write down one more job, and what becomes of it."""
+        number = self.num_published
         sequence = wrap(_FIRST_SEQUENCE + number)
-        slot = number % len(self.x)
         self.num_published += 1
         self.host.signal(self.published, sequence)
-        worker.wait(self.published, sequence)
+        members = [self.workers[worker] for worker in task.members]
+        dies = 0 in task.members and number in self._dies_in
+        lost = self.workers[:1] if self._is_dead else []
+        if dies or any(worker in lost for worker in members):
+            self._failed.add(number)
+        for worker in self.workers:
+            worker.process.wait(self.published, sequence)
+        for worker in members:
+            self._compute(worker, members, sequence, self.regions[task.arena_offset], worker not in lost)
+        for worker in members:
+            self.last_member.wait(worker.finished, sequence)
+        self.last_member.signal(self.done, sequence)
+        self._is_dead |= dies
+        return Job(sequence, task.num_tokens, task.arena_offset, _X, _Y, 0, 1, 1, 1)
+
+    def _compute(
+        self, worker: _Worker, members: Sequence[_Worker], sequence: int, region: Buffer, is_alive: bool
+    ) -> None:
+        process = worker.process
         if is_alive:
-            worker.wait(self.ready, sequence)
-            worker.compute(reads=[self.x[slot], region], writes=[self.y[slot]])
-        if dies or not is_alive:  # the supervisor has reaped it
-            self.failed.add(number)
-        worker.signal(self.done, sequence)
-        return number
+            process.wait(self.ready, sequence)
+            process.compute(reads=[self.x, region], writes=[worker.h])
+        process.signal(worker.arrived, sequence)
+        if is_alive:
+            for other in members:
+                if other is not worker:
+                    process.wait(other.arrived, sequence)
+            process.compute(reads=[other.h for other in members] + [region], writes=[worker.y])
+        process.signal(worker.finished, sequence)
 
     def take_failed(self) -> tuple[int, ...]:
         numbers = range(self.num_taken, self.num_published)
         self.num_taken = self.num_published
-        return tuple(wrap(_FIRST_SEQUENCE + number) for number in numbers if number in self.failed)
+        return tuple(wrap(_FIRST_SEQUENCE + number) for number in numbers if number in self._failed)
 
-
-class SymbolicPool:
-    """What ``WorkerGateway`` knows of a pool, its rings and its control segment.
-
-    ``dies_in``: jobs of worker 0, by number, in which it dies; it is replaced for the next pass.
-    """
-
-    def __init__(
-        self, device: SymbolicDevice, num_workers: int, num_slots: int, dies_in: Collection[int]
-    ) -> None:
-        self.device = device
-        self.config = SimpleNamespace(num_ring_slots=num_slots, num_job_slots=64)
-        self.num_workers = num_workers
-        self.workers = [SymbolicWorker(device, index, num_slots) for index in range(num_workers)]
-        self.regions: dict[int, Buffer] = {}  # of the arena, by offset
-        self.address = 0  # of the control segment
-        self._dies_in = dies_in
-        self._is_dead = False
-
-    def ready_workers(self) -> tuple[int, ...]:
-        self._is_dead = False
-        return tuple(range(self.num_workers))
-
-    def end(self, worker: int) -> SymbolicWorker:
-        return self.workers[worker]
-
-    def submit(self, worker: int, tasks: Sequence[SliceJob]) -> list[Job]:
-        return [self._submit_one(worker, task) for task in tasks]
-
-    def _submit_one(self, worker: int, task: SliceJob) -> Job:
-        box = self.workers[worker]
-        dies = worker == 0 and box.num_published in self._dies_in
-        is_alive = worker != 0 or not self._is_dead
-        number = box.publish(self.regions[task.arena_offset], is_alive=is_alive, dies=dies)
-        self._is_dead |= dies
-        slot = 1000 * worker + number % len(box.x)
-        return Job(
-            wrap(_FIRST_SEQUENCE + number),
-            1,
-            task.arena_offset,
-            slot,
-            slot + _Y_OFFSET,
-            task.num_tokens,
-            1,
-            1,
-            1,
-        )
-
-    def wait_done(self, worker: int, sequence: int, *, timeout_s: float) -> None:
-        self.device.host.wait(self.workers[worker].done, sequence)
+    def wait_done(self, sequence: int, *, timeout_s: float) -> None:
+        self.host.wait(self.done, sequence)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: Any) -> SymbolicTensor:
-        box, place = self.workers[offset // 1000], offset % 1000
-        slot = box.y[place - _Y_OFFSET] if place >= _Y_OFFSET else box.x[place]
-        return SymbolicTensor([slot], shape=shape)
+        """Of the rows."""
+        return SymbolicTensor([self.x] if offset == _X else self.y, shape=shape)
 
     def word(self, offset: int, name: str) -> Word:
-        box = self.workers[offset // 2]
-        return box.done if offset % 2 else box.ready
+        """Of the control segment."""
+        return self.done if offset == self.done_address else self.ready
