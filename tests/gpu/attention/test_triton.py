@@ -36,15 +36,17 @@ def test_kernels_compile_for_gpus_that_are_not_here(cards: tuple[int, ...], tmp_
     compiled = json.loads(
         run_triton_program("compile_attention", *map(str, cards), TRITON_CACHE_DIR=str(tmp_path))
     )
-    kinds = [f"{kind} {layer}" for kind in ("decode", "prefill") for layer in ("odd", "128", "256")]
+    kinds = [
+        f"{kind} {layer}" for kind in ("decode", "prefill") for layer in ("odd", "128", "7 of 128", "256")
+    ]
     names = {f"sm_{card} {name}" for card in cards for name in ("write_kv", "merge", *kinds)}
     assert compiled.keys() == names
     for name, kernel in compiled.items():
         assert kernel["binary_bytes"] > 0, name
         assert kernel["shared_bytes"] <= kernel["limit_bytes"], (name, kernel)
-        # One value, for a model with everything.
-        spilled_bytes = 8 if name.endswith("decode odd") else 0
-        assert kernel["spilled_bytes"] <= spilled_bytes, (name, kernel)
+        # Two values of 4 bytes for a model with everything; four for groups of 7, on two cards.
+        most = {"decode odd": 8, "prefill 7 of 128": 16 if name.startswith(("sm_86", "sm_89")) else 0}
+        assert kernel["spilled_bytes"] <= most.get(name.partition(" ")[2], 0), (name, kernel)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

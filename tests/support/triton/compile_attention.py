@@ -22,8 +22,8 @@ from triton.compiler import ASTSource
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 ELEMENTS = ("query", "key", "value", "key_blocks", "value_blocks", "out", "sinks")
 INTEGERS = ("query_starts", "context_lens", "block_tables")
-# Heads of an unusual size with everything; the usual ones; and wide ones, as Gemma 2 has them, of
-# which tiles of the usual size do not fit every card.
+# Heads of an unusual size with everything; the usual ones; those of Qwen 2.5 7B; and wide ones, as
+# Gemma 2 has them, of which tiles of the usual size do not fit every card.
 LAYERS = {
     "odd": {
         "HEADS": 14,
@@ -41,6 +41,18 @@ LAYERS = {
         "HEADS": 32,
         "GROUP": 4,
         "GROUP_PAD": 4,
+        "KEY_DIM": 128,
+        "VALUE_DIM": 128,
+        "KEY_PAD": 128,
+        "VALUE_PAD": 128,
+        "WINDOW": 0,
+        "HAS_SOFTCAP": False,
+        "HAS_SINKS": False,
+    },
+    "7 of 128": {
+        "HEADS": 28,
+        "GROUP": 7,
+        "GROUP_PAD": 8,
         "KEY_DIM": 128,
         "VALUE_DIM": 128,
         "KEY_PAD": 128,
