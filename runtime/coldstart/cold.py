@@ -64,6 +64,8 @@ class CoScheduledRows:
     warm: RowCosts = NO_ROWS  # warm rows of the same forward pass
     separate_s: float = 0.0  # time of a separate pass of warm rows, before that pass
     cold: tuple[ColdPart, ...] = ()
+    # Rows of the separate pass, if they would share one with the cold rows once these are loaded.
+    separate: RowCosts = NO_ROWS
 
     @property
     def num_forward_tokens(self) -> int:
@@ -171,6 +173,14 @@ def warm_step_s(model: MachineModel, co_scheduled: CoScheduledRows) -> float:
     return model.host_step_s + co_scheduled.separate_s + pass_s(model, rows)
 
 
+def loaded_step_s(model: MachineModel, co_scheduled: CoScheduledRows) -> float:
+    """Return the same if all adapters were loaded before the step, which then has one pass."""
+    if co_scheduled.separate == NO_ROWS:
+        return warm_step_s(model, co_scheduled)
+    rows = replace(co_scheduled, warm=co_scheduled.warm.plus(co_scheduled.separate), separate_s=0.0)
+    return warm_step_s(model, rows)
+
+
 def _layer_s(model: MachineModel, rows: RowCosts) -> float:
     """Return the time of one layer in a step with these rows, one of which is cold."""
     return (model.host_step_s + pass_s(model, rows, may_capture=False)) / model.num_layers
@@ -230,7 +240,11 @@ def co_scheduled_rows(model: MachineModel, rows: StepRows, cold: Sequence[ColdPa
     if rows.is_cold_separate:
         warm = _decode_costs(model, rows).plus(chunks)
         has_warm = bool(rows.decodes or rows.chunks)
-        return CoScheduledRows(separate_s=pass_s(model, warm) if has_warm else 0.0, cold=tuple(cold))
+        return CoScheduledRows(
+            separate_s=pass_s(model, warm) if has_warm else 0.0,
+            separate=NO_ROWS if rows.is_decode_separate else warm,
+            cold=tuple(cold),
+        )
     co_scheduled = co_scheduled_decodes(model, rows)
     return replace(co_scheduled, warm=co_scheduled.warm.plus(chunks), cold=tuple(cold))
 
@@ -240,11 +254,11 @@ def co_scheduled_decodes(model: MachineModel, rows: StepRows) -> CoScheduledRows
     if not rows.decodes:
         return EMPTY
     costs = _decode_costs(model, rows)
-    return (
-        CoScheduledRows(separate_s=pass_s(model, costs))
-        if rows.is_decode_separate or rows.is_cold_separate
-        else CoScheduledRows(costs)
-    )
+    if rows.is_decode_separate:
+        return CoScheduledRows(separate_s=pass_s(model, costs))
+    if rows.is_cold_separate:
+        return CoScheduledRows(separate_s=pass_s(model, costs), separate=costs)
+    return CoScheduledRows(costs)
 
 
 def _decode_costs(model: MachineModel, rows: StepRows) -> RowCosts:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...profiles.models import MachineModel
-from .cold import ColdPart, ColdRequest, CoScheduledRows, LayerTimes, layer_times, warm_step_s
+from .cold import ColdPart, ColdRequest, CoScheduledRows, LayerTimes, layer_times, loaded_step_s, warm_step_s
 from .strategy import LoadStrategy, Prediction
 
 
@@ -95,11 +95,17 @@ class PlannedStep:
     split_layer: int
     end_s: float  # from its start
     warm_s: float  # the same step with all adapters on the device
+    loaded_s: float  # the same rows if all adapters had been loaded before: in one pass
 
     @property
     def wait_s(self) -> float:
-        """Delay of all rows of the step."""
+        """Time that the step waits for loads and workers."""
         return self.end_s - self.warm_s
+
+    @property
+    def stall_s(self) -> float:
+        """Delay of all rows of the step because its adapters were not loaded before."""
+        return self.end_s - self.loaded_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +147,10 @@ def choose_start(
         return now
 
     def cost_s(start: Start) -> float:
-        wait_s = max(0.0, start.step.wait_s + excess_share * start.step.warm_s)
-        if start.begin_s >= max(times_s):
-            wait_s = 0.0  # its adapter is loaded
-        return request.cost_s(start.begin_s + start.step.end_s, wait_s)
+        is_loaded = start.begin_s >= max(times_s)
+        excess_s = 0.0 if is_loaded else excess_share * start.step.warm_s
+        stall_s = max(0.0, start.step.stall_s + excess_s)
+        return request.cost_s(start.begin_s + start.step.end_s, stall_s)
 
     # The scheduler asks again after a step, and without other rows when the next layers arrive.
     next_s = _others_s(model, request, co_scheduled) if request.num_running else min(times_s)
@@ -175,18 +181,22 @@ class StepForecast:
         self._request = request
         self._is_assisted = strategy is LoadStrategy.ASSISTED
         self._separate_s = co_scheduled.separate_s
+        self._has_cold = bool(co_scheduled.cold)
         self._times = layer_times(model, request, num_tokens, co_scheduled)
         part = ColdPart(num_tokens, request.adapter, 0, request.ready_s, request.start_position)
         self._warm_s = warm_step_s(model, co_scheduled.with_row(part))
+        self._loaded_s = loaded_step_s(model, co_scheduled.with_row(part))
 
     def at(self, begin_s: float) -> PlannedStep:
         """Predict the step if it begins ``begin_s`` from now."""
+        if begin_s >= max(self._request.ready_s, default=0.0) and not self._has_cold:
+            return PlannedStep(0, self._loaded_s, self._loaded_s, self._loaded_s)
         times = self._times.after(begin_s)
         if self._is_assisted:
             split = choose_split(times, self._request.after(begin_s).num_layers_on_host)
         else:
             split = Split(0, end_of(times, 0))
-        return PlannedStep(split.layer, self._separate_s + split.end_s, self._warm_s)
+        return PlannedStep(split.layer, self._separate_s + split.end_s, self._warm_s, self._loaded_s)
 
 
 @dataclass(slots=True)
@@ -208,7 +218,7 @@ class _Run:
         if self.first_split_layer is None:
             self.first_split_layer = step.split_layer
         self.now_s += start.begin_s + step.end_s
-        self.stall_s += step.wait_s
+        self.stall_s += step.stall_s
         start_position = self.request.start_position + num_tokens
         self.request = replace(self.request, start_position=start_position)
 

@@ -27,7 +27,8 @@ LORA_BACKENDS = ("auto", "numba", "triton", "torch")
 FUSED_KERNELS = ("auto", "off")
 DECODE_GRAPHS = ("auto", "off")
 PREFIX_CACHES = ("on", "off")
-LOAD_STRATEGIES = ("auto", *(strategy.value for strategy in LoadStrategy))
+SIMULATED_BASELINES = ("cached", "serial")  # values of --load-strategy that no engine has
+LOAD_STRATEGIES = ("auto", *(strategy.value for strategy in LoadStrategy), *SIMULATED_BASELINES)
 DEVICE_SYNCS = ("auto", "stream", "host")
 DELTA_BACKENDS = ("auto", "numba", "numpy", "torch")
 
@@ -375,7 +376,8 @@ class EngineConfig:
         "auto",
         choices=LOAD_STRATEGIES,
         help="How a request starts if its adapter is not on the device; auto = the planner chooses "
-        "for each request.",
+        "for each request. Only in corun simulate: cached = all adapters are on the device, which "
+        "has room for them; serial = adapters are loaded between steps, in which no request runs.",
     )
     max_assisted_tokens_per_step: int = option(
         512,

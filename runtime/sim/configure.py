@@ -27,6 +27,7 @@ from .registry import named_machines, recipes
 _LOG = logging.getLogger(__name__)
 
 _GIB = 2**30
+_OF_BASELINE = {"cached": "pipelined", "serial": "blocking"}  # strategies
 _FILE_BYTES_PER_S = 1e9  # by hand: reading of adapters' files, which no profile measures
 
 
@@ -88,8 +89,11 @@ def options_of(config: EngineConfig) -> SimulationOptions:
         host_adapter_bytes=_num_bytes(host_bytes, "--host-adapter-bytes"),
         host_kv_bytes=_num_bytes(host_kv_bytes, "--host-kv-bytes") or 0,
         cold_starts=PlannerConfig.of_options(
-            config.load_strategy, config.cold_priority, config.max_assisted_stall
+            _OF_BASELINE.get(config.load_strategy, config.load_strategy),
+            config.cold_priority,
+            config.max_assisted_stall,
         ),
+        baseline=config.load_strategy if config.load_strategy in _OF_BASELINE else None,
     )
 
 

@@ -27,6 +27,7 @@ from ..scheduler.step_times import ProfiledTimes, StepPace, StepTimes
 from .clock import VirtualClock
 from .executor import END_TOKEN, ORDINARY_TOKEN, LatencyExecutor
 from .machines import AS_MODELLED, Factors, SimulatedMachine, slowed
+from .registry import baselines
 from .replay import Look, Replayed, look_at_nothing, replay
 from .workloads import Workload, WorkloadRequest
 
@@ -50,6 +51,7 @@ class SimulationOptions:
     host_adapter_bytes: int | None = None  # None = all adapters are in the host's memory
     host_kv_bytes: int = 0  # for KV moved from the device to the host
     cold_starts: PlannerConfig = BY_PRICE
+    baseline: str | None = None  # of ``registry.baselines``
     factors: Factors = AS_MODELLED  # hidden from scheduler and planner
 
 
@@ -117,6 +119,8 @@ def build_simulated_parts(
     sleep: Callable[[float], None],
 ) -> SimulatedParts:
     """See ``build_simulated_engine``."""
+    if options.baseline is not None:
+        machine = baselines()[options.baseline](machine, workload.ranks)
     adapters = _facts(machine, workload.ranks)
     registry = _registry(adapters)
     output_tokens = _OutputTokens(workload.requests)

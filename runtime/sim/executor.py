@@ -163,6 +163,7 @@ class LatencyExecutor:
         """
         self._model = machine.model
         self._block_bytes = machine.block_bytes
+        self._loads_between_steps = machine.loads_between_steps
         self._output_tokens = output_tokens
         self._facts_of = facts_of
         self._clock = clock
@@ -188,8 +189,8 @@ class LatencyExecutor:
             self._evict(adapter_id)
         for new in plan.new_requests:
             self._announce(new)
-        for transfer in plan.transfers:
-            self._begin_transfer(transfer, now_s)
+        if not self._loads_between_steps:
+            self._begin_transfers(plan, now_s)
         for transfer_id in plan.promoted_transfers:
             self._loads.promote(transfer_id, now_s)
         step = _Step(plan, adapters=self._check_rows(plan))
@@ -198,6 +199,8 @@ class LatencyExecutor:
             self._begin_step(now_s)
         elif plan.transfers or plan.promoted_transfers:
             self._expect_end()
+        if self._loads_between_steps:
+            self._begin_transfers(plan, step.end_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[Result]:
         deadline_s = self._clock() + timeout_s
@@ -266,6 +269,10 @@ class LatencyExecutor:
         in_use = any(adapter_id in step.adapters for step in self._steps)
         assert not in_use, f"adapter {adapter_id} is evicted while a step uses it"
         self._resident.remove(adapter_id)
+
+    def _begin_transfers(self, plan: StepPlan, begin_s: float) -> None:
+        for transfer in plan.transfers:
+            self._begin_transfer(transfer, begin_s)
 
     def _begin_transfer(self, transfer: Transfer, now_s: float) -> None:
         if isinstance(transfer, KvTransfer):

@@ -32,6 +32,7 @@ class SimulatedMachine:
     max_num_seqs: int = 256
     mix_decode_with_prefill: bool = True  # False: each has a pass of its own
     separate_assisted_rows: bool = False  # they have a pass of their own
+    loads_between_steps: bool = False
     max_rank: int | None = None  # largest measured rank; None = times are set by hand
     has_pages: bool = False  # KV and adapters have pages of one block, as on CUDA
 

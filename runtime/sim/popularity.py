@@ -19,6 +19,8 @@ def draw_adapters(inputs: DrawInputs, spec: AdapterSpec, sessions: Ints | None =
         return (adapters if sessions is None else adapters[sessions]), ranks
     if spec.popularity == "zipf":
         names = _power_law(inputs, spec.number, spec.exponent, inputs.num_requests)
+    elif spec.popularity == "in-turn":
+        names = np.arange(inputs.num_requests) % spec.number
     else:
         names = draw_names(inputs, spec.popularity)
     return with_drawn_ranks(names if sessions is None else names[sessions], inputs, spec.ranks)

@@ -1,6 +1,6 @@
 """What papers have for simulations: machines, workloads and traces. Imported on use."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from .draw_inputs import DrawInputs, Drawn, Ints
 from .machines import SimulatedMachine
@@ -19,6 +19,13 @@ def recipes() -> Mapping[str, Recipe]:
     from .papers.recipes import RECIPES
 
     return RECIPES
+
+
+def baselines() -> Mapping[str, Callable[[SimulatedMachine, Sequence[int]], SimulatedMachine]]:
+    """Return by name the machine of a baseline, made of a machine and the ranks of its adapters."""
+    from .papers.baselines import BASELINES
+
+    return BASELINES
 
 
 def draw_from_traces(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:

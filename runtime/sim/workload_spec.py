@@ -26,7 +26,7 @@ _REQUEST_TRACES = ("azure-conv", "azure-code", "mooncake")
 _CLIENT_TRACES = ("servegen-m-small", "servegen-m-mid")
 _LENGTHS = (*_REQUEST_TRACES, *_CLIENT_TRACES, "fixed")
 _ARRIVALS = ("poisson", "gamma", "on-off", "trace")
-_POPULARITIES = ("by-rank", "zipf", "gentd26", "maf", "clients")
+_POPULARITIES = ("by-rank", "zipf", "in-turn", "gentd26", "maf", "clients")
 _RANK_POPULARITIES = ("power", "halving", "shifting")
 
 
@@ -70,10 +70,11 @@ class AdapterSpec:
     """The adapters, and their popularity."""
 
     # ``by-rank``: first a rank is drawn, then one of its adapters. ``zipf``: the k-th adapter with
-    # weight k ** -exponent. ``gentd26``: in the order of that trace. ``maf``: one for each function
-    # of Azure's, ``clients``: one for each of ServeGen's. Ranks come in equal numbers.
+    # weight k ** -exponent. ``in-turn``: one after the other. ``gentd26``: in the order of that
+    # trace. ``maf``: one for each function of Azure's, ``clients``: one for each of ServeGen's.
+    # Ranks come in equal numbers.
     popularity: str = "by-rank"
-    number: int = 100  # of ``by-rank`` and ``zipf``
+    number: int = 100  # of ``by-rank``, ``zipf`` and ``in-turn``
     ranks: tuple[int, ...] = RANKS
     exponent: float = 0.9  # of ``zipf``
     # ``power``: the k-th smallest rank with weight k ** -rank_exponent. ``halving``: 2 ** -k.
@@ -94,7 +95,12 @@ class AdapterSpec:
         for name in ("exponent", "rank_exponent", "within_exponent"):
             _check_range(f"adapters.{name}", getattr(self, name), 0.0, 10.0)
         by_rank = ("rank_popularity", "rank_exponent", "within_exponent", "number")
-        _check_use("adapters", self, "popularity", {"by-rank": by_rank, "zipf": ("exponent", "number")})
+        _check_use(
+            "adapters",
+            self,
+            "popularity",
+            {"by-rank": by_rank, "zipf": ("exponent", "number"), "in-turn": ("number",)},
+        )
         _check_use("adapters", self, "rank_popularity", {"power": ("rank_exponent",)})
         if self.popularity == "by-rank" and self.number % len(self.ranks):
             raise ConfigError(

@@ -22,8 +22,9 @@ from ...adapters.info import AdapterInfo, num_fitting
 from ...adapters.sources import collect_sources
 from ...adapters.vocabulary import BaseTokens
 from ...config.demo import model_name, with_demo
-from ...config.engine import EngineConfig
+from ...config.engine import SIMULATED_BASELINES, EngineConfig
 from ...config.notations import LoraModule
+from ...errors import ConfigError
 from ...file_calls import FILES
 from ...grammar.compiled import Grammars
 from ...grammar.tokenizer import TokenTree
@@ -226,6 +227,8 @@ def build_engine(
         CorunError: The engine cannot start.
     """
     config = with_demo(config)
+    if config.load_strategy in SIMULATED_BASELINES:
+        raise ConfigError(f"--load-strategy is {config.load_strategy!r}, which only corun simulate has")
     on_progress("importing torch, transformers and numba")
     with contextlib.ExitStack() as undo:
         if own_process:
