@@ -85,13 +85,12 @@ class StepDraft:
 
     def _room(self, request: Request, num_free_tokens: int) -> int:
         """How many pending tokens of ``request`` have room."""
-        is_scored = request.sampling.prompt_logprobs is not None
-        most = self._num_free_scored_tokens if is_scored else num_free_tokens
+        most = self._num_free_scored_tokens if _is_scored(request) else num_free_tokens
         return min(request.num_pending_tokens, num_free_tokens, most)
 
     def _take(self, request: Request, num_tokens: int) -> None:
         self.num_free_tokens -= num_tokens
-        if request.sampling.prompt_logprobs is not None:
+        if _is_scored(request):
             self._num_free_scored_tokens -= num_tokens
 
     def _in_time(self, request: Request, num_tokens: int, *, is_cold: bool) -> int:
@@ -221,6 +220,12 @@ class StepDraft:
             separate.append((SubBatchKind.ASSISTED, cold))
             cold = []
         return decodes, warm, cold, separate
+
+
+def _is_scored(request: Request) -> bool:
+    """Whether its next token has logits that score the prompt: not the last one of the prompt."""
+    is_asked = request.sampling.prompt_logprobs is not None
+    return is_asked and request.num_computed_tokens < request.num_prompt_tokens - 1
 
 
 def _decode_batch(requests: list[Request]) -> SubBatch:

@@ -101,11 +101,14 @@ def test_scored_prompts_share_their_tokens_of_a_step() -> None:
     )
     executor = make_executor(scheduler)
     scored = [make_request(number, prompt=100, prompt_logprobs=0) for number in (1, 2, 3)]
-    add_all(scheduler, [*scored, make_request(4, prompt=100)])
+    unscored = make_request(5, prompt=1, prompt_logprobs=0)
+    add_all(scheduler, [*scored, make_request(4, prompt=100), unscored])
     planned = []
     for _ in range(3):
         turn(scheduler, executor)
-        planned.append({number: row[2] for number, row in rows_of(executor.plans[-1]).items() if row[2] > 1})
+        rows = rows_of(executor.plans[-1])
+        assert rows[5][2] == 1, "it needs none of them: its prompt has no token to score"
+        planned.append({number: row[2] for number, row in rows.items() if row[2] > 1})
     assert planned == [{1: 100, 2: MAX_SCORED_TOKENS - 100, 4: 100}, {2: 72, 3: 56}, {3: 44}]
 
 
