@@ -91,11 +91,18 @@ _ahead: list[PagesAhead] = []  # of this process, at most one
 
 
 def begin_pages_ahead(num_bytes: int) -> PagesAhead | None:
-    """Let ``take_ahead`` return pages of this process until ``end_pages_ahead``; 0 = none."""
+    """Let ``take_ahead`` return pages of this process until ``end_pages_ahead``; 0 = none.
+
+    None also if the kernel refuses so much memory at once.
+    """
     assert not _ahead
     if num_bytes < HUGE_PAGE_BYTES:
         return None
-    _ahead.append(PagesAhead(num_bytes))
+    try:
+        _ahead.append(PagesAhead(num_bytes))
+    except OSError as error:
+        _LOG.debug("no pages are filled ahead: %d bytes: %s", num_bytes, error)
+        return None
     return _ahead[0]
 
 

@@ -114,6 +114,13 @@ def test_a_kernel_that_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert "Invalid argument" in caplog.text
 
 
+def test_pages_ahead_that_the_kernel_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"):
+        assert huge_pages_ahead.begin_pages_ahead(1 << 50) is None
+    assert "no pages are filled ahead" in caplog.text
+    assert huge_pages_ahead.take_ahead(2 * MIB) is None
+
+
 def huge_bytes_at(address: int) -> int:
     """Bytes in huge pages of the mapping at an address, according to the kernel."""
     is_inside = False
