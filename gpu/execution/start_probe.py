@@ -15,6 +15,7 @@ from ..model.fingerprint import code_files, model_fingerprint
 from ..model.load import quiet_library
 from ..model.probe import MAX_PROBE_TOKENS, NUM_PROBE_SEQUENCES, PackedStep, check_parity
 from ..model.source import ModelSource, describe
+from ..model.weight_files import WeightFiles
 from .adaptive_threads import AdaptiveThreads, ThreadChoice
 from .assemble import LoadedModel, least, make_runner
 from .threads import choose_threads, probe_tokens, set_threads
@@ -98,9 +99,7 @@ def _verdict_path(loaded: LoadedModel, config: EngineConfig, kept: Path | None) 
     assert config.model is not None
     source = ModelSource(config.model, config.revision, config.trust_remote_code)
     weights = model_fingerprint(source, loaded.model.config, loaded.weights.label)
-    # A file's time of modification can be set back, unlike that of its last change.
-    found = [path.stat() for path in sorted(Path(config.model).glob("*.safetensors"))]
-    stamps = [(one.st_ino, one.st_size, one.st_ctime_ns) for one in found]
+    stamps = WeightFiles(source).stamps()
     code = hashlib.sha256()
     own = (path for folder in _CODE for path in sorted((_CORUN / folder).rglob("*.py")))
     for path in (*own, *code_files(loaded.model)):
