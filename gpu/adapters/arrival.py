@@ -104,6 +104,7 @@ class _LayerGroup:
 
     span: LayerSpan
     event: Event | None = None  # recorded after its copies; None = not placed yet
+    memory: tuple[torch.Tensor, ...] = ()  # on the device, once placed
     is_enqueued: bool = False
     has_arrived: bool = False  # all copies are done; False after the event = one failed
 
@@ -146,6 +147,7 @@ class Copied:
         )
         for group in self._groups:
             group.event = self._copier.device.event()
+            group.memory = tuple(memories[run][first:end] for run, first, end in group.span.stretches)
         if is_gradual:
             self.advance()
         else:
@@ -215,7 +217,7 @@ class Copied:
         assert group.event is not None, "not started"
         if self._is_copied(group):
             return None
-        return Arrival(group.event, self._memory_of(group), partial(self._enqueue_read, group))
+        return Arrival(group.event, group.memory, partial(self._enqueue_read, group))
 
     def finish(self) -> DeviceAdapter:
         """Release the reference to the host's copy.
@@ -319,7 +321,6 @@ class Copied:
         buffer = copier.staging(lane, placement.max_matrix_bytes)
         packed = buffer[: placement.matrix_bytes[region]]
         copier.copy(lane, packed, part[: packed.numel()])
-        written = self._memory_of(group)
         for one in placement.matrices[region]:
             if one.num_rows:
                 of_tokens = placement.own_rows(one, memories)
@@ -330,11 +331,7 @@ class Copied:
             views = copier.layout.views(one.without_rows, packed)
             rows = placement.views(one.target.index, memories)
             to_rows = partial(unpack_target, views, rows)
-            copier.device.launch(lane.stream, to_rows, reads=(buffer,), writes=written)
-
-    def _memory_of(self, group: _LayerGroup) -> tuple[torch.Tensor, ...]:
-        """The memory of a layer group on the device."""
-        return tuple(self._memories[run][start:end] for run, start, end in group.span.stretches)
+            copier.device.launch(lane.stream, to_rows, reads=(buffer,), writes=group.memory)
 
     def _release_host(self) -> None:
         for group in self._groups:
