@@ -5,6 +5,7 @@ the scales, as the formats' own libraries do.
 """
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,10 +46,16 @@ def find_stored_integers(files: WeightFiles, stored: StoredQuantization) -> Foun
     """All linears in integers. Raises ``ModelError``."""
     linears = {path: _StoredLinear(files, path, stored) for path in sorted(stored_paths(files))}
 
-    # Rows of a matrix are read some at a time, one matrix after the other.
+    # Rows of a matrix are read some at a time, by several threads, one matrix after the other.
+    is_reading = threading.Lock()
+
     @lru_cache(maxsize=1)
-    def read(path: str) -> _Integers:
+    def read_once(path: str) -> _Integers:
         return linears[path].read()
+
+    def read(path: str) -> _Integers:
+        with is_reading:  # else each thread would read all of the matrix
+            return read_once(path)
 
     matrices: dict[str, _IntegerMatrix] = {}
     parts = set()

@@ -4,7 +4,9 @@ The packers here follow the formats' own descriptions, element by element.
 """
 
 import logging
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,3 +371,20 @@ def test_groups_that_are_not_whole_ones_are_read_in_full(tmp_path: Path) -> None
     assert not found.coded
     dense = found.matrices["layer.weight"].read(0, OUT)
     assert torch.equal(dense, torch.from_numpy(matrix.dense).half())
+
+
+def test_threads_read_a_matrix_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, read = list[str](), WeightFiles.read
+
+    def slowly(self: WeightFiles, name: str, rows: slice = slice(None)) -> torch.Tensor:
+        names.append(name)
+        time.sleep(0.01)  # the other threads ask meanwhile
+        return read(self, name, rows)
+
+    monkeypatch.setattr(WeightFiles, "read", slowly)
+    matrix = Matrix(4, 16)
+    found = find_stored_integers(files(tmp_path, matrix.gptq()), GPTQ).matrices["layer.weight"]
+    with ThreadPoolExecutor(4) as threads:
+        parts = list(threads.map(lambda start: found.read(start, start + 16), range(0, OUT, 16)))
+    assert torch.equal(torch.cat(parts), torch.from_numpy(matrix.dense).half())
+    assert len(names) == len(set(names)), names
