@@ -13,7 +13,8 @@ from ...profiles.models import MachineModel
 from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
 from ..scheduler.cold import StepRows
 
-_LEAST_PRIORITY = 1e-3  # so that among starts that delay no other request the earliest one costs least
+# Above 0, so that among starts that delay no other request the earliest one costs least.
+_LEAST_PRIORITY = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class LayerTimes:
 
     assisted_s: tuple[float, ...]  # with deltas from workers, including exposed waits
     device_s: tuple[float, ...]  # with deltas from the device, once the layer group is there
-    ready_s: tuple[float, ...]  # from the chunk's start until the layer group is there; 0 = is
+    ready_s: tuple[float, ...]  # from the chunk's start until its group is there; 0 = is there
     # From the chunk's start until other rows of the step no longer hold the layer.
     held_s: tuple[float, ...]
 
@@ -62,9 +63,9 @@ class CoScheduledRows:
     """The rows that share a step with a chunk."""
 
     warm: RowCosts = NO_ROWS  # warm rows of the same forward pass
-    separate_s: float = 0.0  # time of a separate pass of warm rows, before that pass
+    separate_s: float = 0.0  # time of a pass of other warm rows, which comes first
     cold: tuple[ColdPart, ...] = ()
-    # Rows of the separate pass, if they would share one with the cold rows once these are loaded.
+    # The rows of that other pass, if they would share a pass with cold rows that are loaded.
     separate: RowCosts = NO_ROWS
 
     @property
@@ -125,8 +126,7 @@ def layer_times(
     """Return the time of each layer of a step with one chunk, with and without workers.
 
     ``request.ready_s`` counts from the start of the step, the times from the end of its separate
-    decode pass.
-    Without workers the assisted times are infinite.
+    pass. Without workers the assisted times are infinite.
     """
     all_tokens = num_tokens + co_scheduled.num_forward_tokens
     own = ColdPart(num_tokens, request.adapter, 0, (), request.start_position)

@@ -110,7 +110,7 @@ class PlannedColdStarts(ColdStarts):
             return None
         co_scheduled = cold.co_scheduled
         if self._first_tokens.has_begun(request.request_id):
-            co_scheduled = cold.later_co_scheduled  # as predicted
+            co_scheduled = cold.later_co_scheduled  # as the prediction assumed
         part = ColdPart(chunk.num_tokens, cold.adapter, chunk.split_layer, cold.ready_s, cold.start_position)
         self._first_tokens.planned(
             request.request_id,
@@ -196,7 +196,7 @@ class PlannedColdStarts(ColdStarts):
         return decision
 
     def _cut(self, request: Request, cold: ColdRequest, max_tokens: int) -> ColdChunk | None:
-        """Return the next chunk; None if a later one costs less, or each delays the step for too long."""
+        """Return the next chunk; None if a later one costs less, or each delays a step too long."""
         strategy = self._strategy_of(request)
         num_tokens = min(request.num_pending_tokens, max_tokens)
         if strategy is LoadStrategy.ASSISTED:

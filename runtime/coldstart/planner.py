@@ -2,8 +2,8 @@
 
 The planner compares predictions, corrected by earlier measurements. Workers are used only if their
 predicted gain exceeds a margin. After a streak of bad predictions they are not used for a while.
-The aim is bounded regret. With a fast link and a long prompt, plain pipelining is best. If a step
-would wait for the load, all its rows wait. A price decides: seconds of the cold request are weighed
+The aim is bounded regret: with a fast link and a long prompt, plain pipelining is best. If a step
+waits for a load, all of its rows wait. So a price decides: seconds of the cold request are weighed
 against seconds of all other running requests.
 """
 
@@ -26,7 +26,7 @@ _COMPARED = (LoadStrategy.PIPELINED, LoadStrategy.ASSISTED, LoadStrategy.ASYNC_L
 class PlannerConfig:
     """Configuration of the planner."""
 
-    forced: LoadStrategy | None = None
+    forced: LoadStrategy | None = None  # None = the planner chooses
     margin: float = 0.05  # smallest gain of workers, as a share of the alternative's time
     # Weight of a cold request's seconds, if seconds of the requests beside it weigh 1.
     priority: float = 1.0
@@ -44,7 +44,7 @@ class PlannerConfig:
         return cls(forced=forced, priority=priority, max_stall_share=max_stall_share)
 
 
-BY_PRICE = PlannerConfig()  # as without options
+BY_PRICE = PlannerConfig()  # the planner's choice, with default values
 
 
 @dataclass(slots=True)
@@ -166,13 +166,14 @@ class Planner:
         """
         for strategy, record in self._records.items():
             is_taken = strategy is chosen
-            if record.excess_share > 0.0 and not (is_taken and not record.is_held_back):
+            if record.excess_share > 0.0 and (not is_taken or record.is_held_back):
                 record.excess_share *= _FADING
             if record.ratio > 1.0 and not is_taken:
                 record.ratio **= _FADING
             record.is_held_back = False
 
     def _candidates(self, request: ColdRequest) -> tuple[Iterable[LoadStrategy], str]:
+        """Return the strategies to compare, and a note. Counts a decision without workers."""
         if request.not_by_workers:
             return (LoadStrategy.PIPELINED, LoadStrategy.ASYNC_LOAD), _without_workers(request)
         if not request.num_workers:

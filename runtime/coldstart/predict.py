@@ -15,13 +15,15 @@ from ...profiles.models import MachineModel
 from .cold import ColdPart, ColdRequest, CoScheduledRows, LayerTimes, layer_times, loaded_step_s, warm_step_s
 from .strategy import LoadStrategy, Prediction
 
+_SAME_SHARE = 0.01  # ends with a smaller difference count as equal
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """Workers compute layers below ``layer``, the device the others."""
 
     layer: int
-    end_s: float  # when the chunk's last layer is done
+    end_s: float  # from the chunk's start until its last layer is done
 
 
 def choose_split(times: LayerTimes, max_layer: int | None = None) -> Split:
@@ -60,9 +62,6 @@ def _ends_s(times: LayerTimes) -> list[float]:
         held_until_s = max(held_until_s, ready_s + behind_s)
         ends_s[layer] = max(assisted_before[layer] + behind_s, held_until_s)
     return ends_s
-
-
-_SAME_SHARE = 0.01  # ends with a smaller difference count as equal
 
 
 def predict(model: MachineModel, request: ColdRequest, strategy: LoadStrategy) -> Prediction:

@@ -16,7 +16,7 @@ from .policies.facts import RankingPolicy
 from .policies.lru import LruPolicy
 from .policies.policy import MemoryItem
 
-ADAPTER_OWNER = "adapters"
+_OWNER = "adapters"
 
 
 class AdapterState(enum.Enum):
@@ -81,7 +81,7 @@ class AdapterCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of device copies in any state."""
-        return self._budget.allocated_bytes(ADAPTER_OWNER)
+        return self._budget.allocated_bytes(_OWNER)
 
     def state(self, adapter_id: AdapterId) -> AdapterState:
         """Return the state of the device copy of ``adapter_id``."""
@@ -213,7 +213,7 @@ class AdapterCache:
         ``run_pages``: the pages of its runs, which must find places; () = there are no pages.
         """
         assert adapter_id not in self._entries, f"adapter {adapter_id} is loaded twice"
-        if not self.is_within_limit(num_bytes) or not self._budget.allocate(ADAPTER_OWNER, num_bytes):
+        if not self.is_within_limit(num_bytes) or not self._budget.allocate(_OWNER, num_bytes):
             return False
         if self.pages is not None:
             assert num_bytes == sum(run_pages) * self.pages.page_bytes, (adapter_id, num_bytes, run_pages)
@@ -334,6 +334,6 @@ class AdapterCache:
         self.policy.remove(entry)
         entry.state, entry.has_failed = AdapterState.ABSENT, False
         del self._entries[adapter_id]
-        self._budget.release(ADAPTER_OWNER, entry.num_bytes)
+        self._budget.release(_OWNER, entry.num_bytes)
         if self.pages is not None:
             self.pages.free_runs(adapter_id)

@@ -58,7 +58,7 @@ class AdapterLog:
     """Records by version, and totals of all versions, including removed ones."""
 
     def __init__(self) -> None:
-        self.changed: set[AdapterId] = set()  # until they are taken
+        self.changed: set[AdapterId] = set()  # versions with changes, until they are taken
         self.loads = _no_loads()
         self.evictions: Counter[EvictionReason] = Counter()
         self._records: dict[AdapterId, AdapterRecord] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ..plan import BlockId
 from .pages import Pages
 
-KV_OWNER = "kv"
+_OWNER = "kv"
 
 
 class MemoryBudget:
@@ -105,7 +105,8 @@ class BlockPool:
 
     On machines that commit memory on first write, a freed block keeps its memory until
     ``take_warm_blocks``. Such warm blocks are allocated first, then the lowest ids, which keeps
-    the upper end of the pool untouched. O(log n) per block. With pages these choose the blocks.
+    the upper end of the pool untouched. O(log n) per block. With pages, ``Pages``
+    chooses the blocks instead.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class BlockPool:
 
     @property
     def num_unused_blocks(self) -> int:
-        """Physical blocks that no request uses, whether or not the budget has their bytes."""
+        """Blocks that no request uses, whether or not the budget has their bytes."""
         return self.num_blocks - self.num_used_blocks
 
     @property
@@ -149,7 +150,7 @@ class BlockPool:
 
     @property
     def num_free_ids(self) -> int:
-        """Physical blocks that are not allocated."""
+        """Blocks that are not allocated, whether or not the budget has their bytes."""
         return self.num_blocks - len(self._allocated)
 
     def mark_cached(self, num_blocks: int) -> None:
@@ -197,7 +198,7 @@ class BlockPool:
         if num_blocks > self.num_free_ids:
             return None
         has_bytes = self.budget.allocate(
-            KV_OWNER, num_blocks * self.block_bytes, reserved_bytes=num_reserved * self.block_bytes
+            _OWNER, num_blocks * self.block_bytes, reserved_bytes=num_reserved * self.block_bytes
         )
         if not has_bytes:
             return None
@@ -228,7 +229,7 @@ class BlockPool:
                 heapq.heappush(self._warm, block_id)
         if self.pages is not None:
             self.pages.free_blocks(freed)
-        self.budget.release(KV_OWNER, len(freed) * self.block_bytes)
+        self.budget.release(_OWNER, len(freed) * self.block_bytes)
 
     def check_invariants(self) -> None:
         """Assert that each block is in exactly one place and that its bytes are counted."""
@@ -242,5 +243,5 @@ class BlockPool:
             assert self.pages.num_free_pages == self.budget.free_bytes // self.block_bytes
         assert self._num_touched <= self.num_blocks
         assert 0 <= self.num_reserved_blocks <= self.num_unused_blocks
-        held = self.budget.allocated_bytes(KV_OWNER)
+        held = self.budget.allocated_bytes(_OWNER)
         assert held == len(self._allocated) * self.block_bytes, held

@@ -82,7 +82,7 @@ class DeviceMemory:
         self._evictions: list[AdapterId] = []  # not yet in a plan
         self._asked_evictions: list[AdapterId] = []  # of idle adapters, for the next plan
         self._dropped: dict[AdapterId, None] = {}  # evicted once they are idle
-        self._removed: list[AdapterId] = []
+        self._removed: list[AdapterId] = []  # dropped and gone, until they are taken
 
     @property
     def has_work(self) -> bool:
@@ -268,7 +268,7 @@ class DeviceMemory:
         """Return all that the next plan does with memory. The order matters.
 
         Copies of KV run ahead of evictions. Evicted KV frees blocks, and freed blocks leave room on
-        the host if the device uses its memory.
+        the host if the device uses the host's memory.
         """
         if self.swapper is not None:
             self.swapper.copy_ahead(self._max_history_blocks, now_s)

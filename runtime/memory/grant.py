@@ -22,7 +22,7 @@ class Verdict(enum.Enum):
 class RunningRequests(Protocol):
     """The running requests, as memory sees them."""
 
-    headroom_blocks: int  # to be left free by new requests and by loads that none waits for
+    headroom_blocks: int  # to be left free by new requests and by loads that no request waits for
 
     def __len__(self) -> int:
         """Return their number."""
@@ -38,7 +38,7 @@ class RunningRequests(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Need:
-    """What a request needs in order to run, in bytes by kind. Another kind is another field."""
+    """What a request needs in order to run. Each kind of memory has a field, in bytes."""
 
     request: Request
     kv_bytes: int  # of its known tokens, in whole blocks

@@ -51,8 +51,8 @@ class HostCache:
         """
         self.is_device_memory = is_device_memory
         self._ranges = RangeAllocator(capacity_bytes, mmap.PAGESIZE)
-        self._idle_bytes = self._ranges.capacity_bytes if idle_bytes is None else idle_bytes
-        self._limit_bytes = self._idle_bytes
+        self._max_bytes = self._ranges.capacity_bytes if idle_bytes is None else idle_bytes
+        self._limit_bytes = self._max_bytes
         self._kept: dict[HostPlaceId, _Kept] = {}
         self._by_digest: dict[str, _Kept] = {}
         self._idle: dict[HostPlaceId, _Kept] = {}  # without users; oldest use first
@@ -172,7 +172,7 @@ class HostCache:
 
     def keep_within(self, num_bytes: int) -> None:
         """Limit all adapters to ``num_bytes`` from now on, by evicting idle ones."""
-        self._limit_bytes = min(num_bytes, self._idle_bytes)
+        self._limit_bytes = min(num_bytes, self._max_bytes)
         self._trim(EvictionReason.KV)
 
     def take_evictions(self) -> tuple[HostPlaceId, ...]:

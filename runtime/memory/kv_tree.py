@@ -145,7 +145,7 @@ class KvTree:
     def insert(
         self, namespace: bytes, parent: KvNode | None, token_ids: Sequence[int], block_id: BlockId
     ) -> KvNode:
-        """Insert a request's full block after ``parent``, which it holds. None: the first block.
+        """Insert a request's full block after ``parent``, which the request holds; None = first.
 
         The hold moves from ``parent`` to the returned node. If there was a node with the same
         tokens and a block, it keeps its block, and ``block_id`` still belongs to the request.
@@ -342,6 +342,7 @@ class KvTree:
         if node.root is not None:
             node.root.num_device_blocks -= 1
             self.changed.add(node.root.namespace)
+            # A detached node was referenced until now, and not counted.
             self.num_unreferenced_blocks -= 1
             self.num_claims += 1
 

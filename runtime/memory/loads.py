@@ -1,4 +1,4 @@
-"""Loads of adapters to the device, and places on the host for adapters that are read first. Pure.
+"""Loads of adapters to the device, and places on the host for new adapters. Pure.
 
 Loads are commands for an executor, which reports when they end.
 """
@@ -136,7 +136,7 @@ class AdapterLoads:
             self._read_in_place[adapter_id] = place.place_id
 
     def evicted(self, adapter_id: AdapterId) -> None:
-        """Release the place on the host that the device has read an adapter in, if any."""
+        """Release the adapter's place on the host if the device has read it there."""
         if self._host is not None and self._host.is_device_memory:
             self._host.end_use(self._read_in_place.pop(adapter_id))
 
@@ -176,7 +176,7 @@ class AdapterRegistrations:
         """``host``: None = places on the host are not planned."""
         self._budget = budget
         self._host = host
-        self._place_bytes: dict[HostPlaceId, int] = {}  # bytes
+        self._place_bytes: dict[HostPlaceId, int] = {}  # taken from the budget
 
     def __len__(self) -> int:
         """Return the number of registrations under way, which may free memory at their end."""

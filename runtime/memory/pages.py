@@ -113,7 +113,7 @@ class Pages:
         return _could_hold(self.num_pages, tuple(run_pages))
 
     def lacking_run(self, run_pages: Sequence[int]) -> int | None:
-        """Return the pages of the longest run that finds no place beside the others; else None."""
+        """Return the length of the longest run that finds no place beside the others; else None."""
         runs, lacking = self._take(run_pages)
         for run in runs:
             self._free_run(run)

@@ -19,7 +19,7 @@ from .policies.policy import MemoryPolicy
 from .reload_cost import ReuseShare
 
 _MIN_NAMESPACES = 1024
-_COUNTED_EVERY_S = 0.5  # invalid blocks
+_COUNTED_EVERY_S = 0.5  # between counts of invalid blocks
 
 
 class HostSlots:
@@ -270,6 +270,7 @@ class PrefixCache:
             self._tree.check_invariants()
 
     def _record_namespace(self, namespace: bytes, adapter_id: AdapterId) -> None:
+        """Record that a version can use a namespace. Remove those without KV if there are many."""
         assert self._tree is not None
         self._versions.setdefault(namespace, set()).add(adapter_id)
         self._namespaces.setdefault(adapter_id, {})[namespace] = None

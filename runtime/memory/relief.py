@@ -83,13 +83,14 @@ class MemoryRelief:
         if self._limit_bytes is None:
             return
         kept_bytes = self._held_bytes - self._pool.num_warm_blocks * self._pool.block_bytes
-        excess_bytes = min(kept_bytes - self._limit_bytes, self._device_bytes + self._host_bytes)
+        excess_bytes = min(kept_bytes - self._limit_bytes, self._evictable_bytes + self._idle_host_bytes)
         if excess_bytes <= 0:
             return
         self.num_bytes += excess_bytes
-        if excess_bytes > self._host_bytes:
+        # ``take_host_evictions`` evicts the idle adapters on the host, here the rest.
+        if excess_bytes > self._idle_host_bytes:
             self._room.free_up(
-                excess_bytes - self._host_bytes,
+                excess_bytes - self._idle_host_bytes,
                 0,
                 include_waiting=False,
                 keep=BASE_ADAPTER,
@@ -141,15 +142,15 @@ class MemoryRelief:
         return self._pool.written_bytes + adapter_bytes
 
     @property
-    def _device_bytes(self) -> int:
-        """Memory of unused KV and evictable adapters."""
+    def _evictable_bytes(self) -> int:
+        """Memory of unused KV and evictable adapters on the device."""
         adapter_bytes = 0
         if self._cache.limit_bytes is None:
             adapter_bytes = self._cache.evictable_bytes(include_waiting=False, keep=BASE_ADAPTER)
         return self._pool.num_cached_blocks * self._pool.block_bytes + adapter_bytes
 
     @property
-    def _host_bytes(self) -> int:
+    def _idle_host_bytes(self) -> int:
         """Memory of idle adapters on the host, if that is the device's memory."""
         if self._host is None or not self._host.is_device_memory:
             return 0

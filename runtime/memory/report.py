@@ -34,8 +34,8 @@ class MemoryReport:
     link: Mapping[LinkKey, LinkTotals]  # empty if the device reads adapters in the host's memory
     is_short: bool  # of memory of the machine
     relieved_bytes: int
-    num_loads_without_run: int  # as ``Pages``; 0 without pages, as the next
-    num_extents_evicted: int
+    num_loads_without_run: int  # as in ``Pages``; 0 without pages
+    num_extents_evicted: int  # the same
 
 
 def memory_report(memory: DeviceMemory, now_s: float) -> MemoryReport:

@@ -110,8 +110,8 @@ class RoomMaker:
     ) -> bool:
         """Evict until an adapter can be loaded and leaves ``headroom_bytes``.
 
-        Returns whether it can be loaded now, or by its bytes when the steps in flight or the copies
-        have ended.
+        Returns whether it can be loaded now, or there will be enough bytes when the steps in flight
+        or the copies have ended.
         """
         num_bytes = adapter.num_bytes + headroom_bytes
         if not self._has_adapter_bytes(num_bytes):

@@ -119,6 +119,7 @@ class KvSwapper:
     def is_copy_faster(self, nodes: Sequence[KvNode]) -> bool:
         """Whether copying these nodes to the device is faster than computing them again."""
         num_bytes = len(nodes) * self._tree.block_bytes
+        # Demand transfers share the link equally until the shorter one ends.
         ahead_bytes = sum(
             min(num_bytes, sum(one.part_bytes[one.num_arrived :]))
             for one in self._transfers
@@ -208,7 +209,7 @@ class KvSwapper:
         assert sum(one.num_pinned_blocks for one in copies) == self._room.num_copied_blocks
 
     def _is_short(self, num_wanted: int) -> bool:
-        """Whether fewer than ``num_wanted`` blocks may have copies, and a new reading may help."""
+        """Whether fewer than ``num_wanted`` blocks surely have copies, and a reading may help."""
         num_claimed = self._tree.num_claims - self._num_claims
         num_left = max(0, self._num_copied_ahead - num_claimed)
         if num_left + self._num_leaving >= num_wanted:

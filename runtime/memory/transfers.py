@@ -23,7 +23,7 @@ from .kv_tree import KvNode
 
 
 class LinkKey(NamedTuple):
-    """Key of separate totals."""
+    """A direction and a kind of content, which have totals of their own."""
 
     direction: Direction
     kind: str  # "adapter" or "kv"
@@ -140,13 +140,6 @@ class OpenLoad(OpenTransfer):
         return self.num_on_host >= len(self.part_bytes)
 
 
-class Change(NamedTuple):
-    """The last change of a direction's transfers."""
-
-    number: int  # of changes so far
-    at_s: float
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenCopy(OpenTransfer):
     """A copy of KV blocks."""
@@ -154,6 +147,13 @@ class OpenCopy(OpenTransfer):
     command: KvTransfer
     nodes: tuple[KvNode, ...]  # parallel to the blocks, and held
     num_pinned_blocks: int  # evictable when the copy has ended
+
+
+class Change(NamedTuple):
+    """The last change of a direction's transfers."""
+
+    number: int  # of changes so far
+    at_s: float
 
 
 class ReadingTurn(NamedTuple):
@@ -319,6 +319,7 @@ class TransferTable:
         self._use_link(transfer, now_s, new_bytes)
 
     def _use_link(self, transfer: OpenTransfer, now_s: float, new_bytes: int = 0) -> None:
+        """Count the use of the link, and mark the adapter of a load as changed."""
         is_busy = transfer.transfer_id in self._open and transfer.is_copying
         if isinstance(transfer, OpenLoad):
             self.changed.add(transfer.command.adapter_id)

@@ -66,8 +66,9 @@ class Admission:
             except StopIteration:
                 request = None
         candidates.close()
-        for request in () if self._limits is None else self._limits.held_back():
-            self._record_wait(request, TimePart.POLICY_LIMIT, now_s)
+        if self._limits is not None:
+            for request in self._limits.held_back():
+                self._record_wait(request, TimePart.POLICY_LIMIT, now_s)
         return verdict
 
     def _record_wait(self, request: Request, part: TimePart, now_s: float) -> None:

@@ -11,7 +11,7 @@ from ..plan import RequestId, StepId
 from ..request import Request
 from .events import ColdStart
 
-# Low; the first layer group that is read corrects it.
+# Rate of reading files before one was read. It is low; the first layer groups correct it.
 FIRST_FILE_BYTES_PER_S = 100e6
 
 

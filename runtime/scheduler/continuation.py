@@ -114,7 +114,7 @@ class Continuation:
     def _continue_running(self, draft: StepDraft, now_s: float) -> None:
         """Put rows of running requests into the step: decode rows, forced tokens, prompts."""
         decodes: list[Request] = []
-        forced: list[Request] = []
+        forced: list[Request] = []  # with several output tokens, as a grammar forces them
         prefills: list[Request] = []
         for request in self._running.requests:
             num_known_tokens = request.num_known_tokens

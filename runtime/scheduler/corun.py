@@ -1,9 +1,9 @@
 """Order of arrival with a bounded advantage for short prompts. Short prompts first within a step.
 
 How far a request can be overtaken: see ``keyed``. Requests with shorter prompts pass it if they
-arrive within W min(1, prompt / mean prompt) seconds after it. W is 8 times the SLO of the first
-token. While its adapter is being loaded, other requests pass it, too: ``max_overtaking_tokens``
-tokens and one more request.
+arrive within W min(1, its prompt / mean prompt) seconds after it. Prompts count without their
+cached tokens. W is 8 times the SLO of the first token. While its adapter is being loaded, other
+requests pass it, too: ``max_overtaking_tokens`` tokens and one more request.
 
 Within a step (``prefill_order``) chunks of requests with less left to compute come first. A chunk
 waits for them at most 15 times the prefill time of a mean prompt. Admission does not depend on this

@@ -10,7 +10,7 @@ from .step_times import StepPace, StepTimes
 _AIM = 0.9  # of the bound, because durations of steps vary
 _DEFAULT_DECODE_STEPS = 5
 _KEPT_RATE = 0.97  # of prefill, by default
-_UNMEASURED_SHARE = 4  # 1/4 of the tokens of a step, by default and without a profile
+_UNMEASURED_DIVISOR = 4  # 1/4 of the tokens of a step, by default and without a profile
 
 
 class DecodeGap:
@@ -27,7 +27,7 @@ class DecodeGap:
     def __init__(self, config: SchedulerConfig, times: StepTimes | None, pace: StepPace | None) -> None:
         """``times`` and ``pace``: those of the scheduler. Without both there is no bound."""
         self._max_gap_s = config.max_decode_gap_s
-        self._max_tokens = config.max_num_batched_tokens
+        self._max_step_tokens = config.max_num_batched_tokens
         self._block_size = config.block_size
         self._times = times
         self._pace = pace
@@ -87,14 +87,14 @@ class DecodeGap:
     def _least_tokens(self, model: MachineModel, adapter_bytes: int) -> int:
         """Return the prompt tokens that each step may have, even beyond the bound."""
         if self._pace is None and not (self._times is not None and self._times.is_measured):
-            return max(self._block_size, self._max_tokens // _UNMEASURED_SHARE)
+            return max(self._block_size, self._max_step_tokens // _UNMEASURED_DIVISOR)
         if adapter_bytes not in self._efficient_tokens:
             self._efficient_tokens[adapter_bytes] = self._find_efficient(model, adapter_bytes)
         return self._efficient_tokens[adapter_bytes]
 
     def _find_efficient(self, model: MachineModel, adapter_bytes: int) -> int:
         """Return the smallest chunk, in whole blocks, that keeps the rate of prefill."""
-        size, whole = self._block_size, self._max_tokens
+        size, whole = self._block_size, self._max_step_tokens
         most_s = _prefill_s(model, whole, whole, adapter_bytes) / _KEPT_RATE
         low, high = 1, -(-whole // size)
         while low < high:

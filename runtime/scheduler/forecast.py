@@ -123,6 +123,7 @@ class ArrivalForecast:
         self._end_load(adapter_id, is_hit=False)
 
     def _end_load(self, adapter_id: AdapterId, *, is_hit: bool) -> None:
+        """Count a prefetched adapter as a hit or a miss. No error if it was not prefetched."""
         num_bytes = self._loaded.pop(adapter_id, None)
         if num_bytes is None:
             return

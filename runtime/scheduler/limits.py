@@ -1,6 +1,6 @@
 """Limits of a scheduler, and whether a request can be served at all within them.
 
-Plain data: facts of the machine are resolved before. Errors name the limit and its flag.
+Limits that depend on the machine have their values already. Errors name the limit and its flag.
 """
 
 from collections.abc import Iterable

@@ -11,14 +11,13 @@ from ..errors import ConfigError
 from ..plan import AdapterId, RequestId
 from ..request import Request
 
+Key = TypeVar("Key")
+
 _MIN_ENDS = 20  # ended requests of an adapter before its own mean is used
 _WINDOW = 500  # newest ended requests that count
 _UNKNOWN_TOKENS = 256  # before any request has ended
 _MAX_KEYS = 8192  # whose means are kept; each version of an adapter is a key
-_NUM_BUCKETS = 5
-
-
-Key = TypeVar("Key")
+_NUM_BUCKETS = 5  # of the oracle
 
 
 class OutputPredictor(Protocol):

@@ -3,7 +3,8 @@
 The executor reports the cause (``RetryCause``) and does not retry. Failures that the row may have
 caused itself are counted. After the first one a cold row runs without workers, after the second it
 waits for its whole adapter. A request fails only after failures of its own deltas, or in
-sub-batches without other rows. Failures caused by other rows cost a step each:
+sub-batches without other rows. Failures caused by other rows are not counted, and cost a step each.
+After a failure the next steps are limited:
 
 - After a failure caused by another row, the row's next sub-batch has no cold rows; after a second
   one it has no other rows.

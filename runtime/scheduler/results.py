@@ -9,7 +9,7 @@ from .recovery import Recovery
 from .running_set import RunningSet
 from .step_draft import InFlightStep
 
-# Start position, tokens, whether it sampled, whether its sub-batch had no other row.
+# With its start position, tokens, whether it sampled, whether its sub-batch had no other row.
 _Row = tuple[Request, int, int, bool, bool]
 
 
@@ -64,7 +64,7 @@ class ResultReader:
             ):
                 self._counters.num_retried_rows += 1
                 if result.cause is RetryCause.MEMORY:
-                    self._recovery.lower_limit(_num_tokens_beside(step, request_id))
+                    self._recovery.lower_limit(_sub_batch_tokens(step, request_id))
                 _roll_back(request, start, later_steps)
             else:
                 error = result.error or "the step gave no reason"
@@ -132,7 +132,7 @@ def _rows(step: InFlightStep) -> Iterator[_Row]:
         )
 
 
-def _num_tokens_beside(step: InFlightStep, request_id: RequestId) -> int:
+def _sub_batch_tokens(step: InFlightStep, request_id: RequestId) -> int:
     """Return the number of tokens in the sub-batch of a request."""
     (batch,) = (one for one in step.plan.sub_batches if request_id in one.request_ids)
     return sum(batch.num_tokens)

@@ -327,6 +327,7 @@ class Scheduler:
     def _complete(self, event: RequestEvent, now_s: float) -> RequestEvent:
         """Add timing and cache hits to events with the first token, and totals to final events."""
         request = self._requests[event.request_id]
+        # All of its output tokens are in this event.
         is_first = 0 < request.num_output_tokens == len(event.token_ids)
         if event.finish_reason is not None:
             event = event._replace(

@@ -11,7 +11,10 @@ from .decode_gap import DecodeGap
 from .limits import SchedulerConfig
 from .recovery import Recovery
 
-_Row = tuple[Request, int, int]  # tokens to compute, split layer
+# Of scored prompts in one step: each of their tokens has logits over the whole vocabulary.
+MAX_SCORED_TOKENS = 128
+
+_Row = tuple[Request, int, int]  # with its tokens to compute, and its split layer
 _Pass = tuple[SubBatchKind, list[_Row]]
 
 _adapter_id = attrgetter("adapter_id")
@@ -25,10 +28,6 @@ class InFlightStep:
     rows: list[list[Request]]  # parallel to the plan's sub-batches
     scheduled_at_s: float
     voided: set[RequestId] = field(default_factory=set)  # rows with void results
-
-
-# Of scored prompts in one step: each of their tokens has logits over the whole vocabulary.
-MAX_SCORED_TOKENS = 128
 
 
 class StepDraft:
@@ -84,7 +83,7 @@ class StepDraft:
             self.rows.chunks.append((request, num_tokens))
 
     def _room(self, request: Request, num_free_tokens: int) -> int:
-        """How many pending tokens of ``request`` have room."""
+        """Return how many pending tokens of ``request`` have room."""
         most = self._num_free_scored_tokens if _is_scored(request) else num_free_tokens
         return min(request.num_pending_tokens, num_free_tokens, most)
 
@@ -168,8 +167,8 @@ class StepDraft:
 
         Rows of one adapter are adjacent, which makes their products fewer and larger. Rows share a
         pass, because each pass reads all weights, and no result returns before the end of the step.
-        Three kinds may be separate: decode rows, cold rows, because a GPU's pass that waits for
-        workers holds all of its rows, and retried rows.
+        Three kinds may be separate: decode rows, cold rows and retried rows. Cold rows may be,
+        because a GPU's pass that waits for workers holds all of its rows.
         """
         decodes = self.rows.decodes
         warm: list[_Row] = [(request, number, 0) for request, number in self.rows.chunks]

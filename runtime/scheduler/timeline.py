@@ -14,6 +14,8 @@ from .cold import StepRows
 from .events import PreemptionCause, TimePart, TimeParts
 from .step_times import StepTimes
 
+_Shares = tuple[tuple[TimePart, float], ...]  # of the current time; their sum is 1
+
 _WORDS = {
     TimePart.ORDER: "other requests to go first",
     TimePart.POLICY_LIMIT: "a limit of the scheduling policy",
@@ -29,7 +31,7 @@ _WORDS = {
     TimePart.CPU_WAIT: "CPU cores that other processes used",
     TimePart.RECOMPUTE: "tokens that had to be computed again",
 }
-_NUM_SHOWN = 2
+_NUM_SHOWN = 2  # parts that ``describe`` names
 # Reasons for waiting that more memory and more slots would not change.
 _DEFERRED = (TimePart.POLICY_LIMIT, TimePart.DISK_READ, TimePart.ADAPTER_LOAD, TimePart.KV_SWAP_IN)
 
@@ -45,9 +47,6 @@ def describe(timing: TimeParts) -> str:
             text += f", which {number} running request{'s' * (number > 1)} held"
         shown.append(text)
     return "waited " + " and ".join(shown) if shown else "waited for nothing"
-
-
-_Shares = tuple[tuple[TimePart, float], ...]  # of the current time; their sum is 1
 
 
 @dataclass(slots=True, eq=False)

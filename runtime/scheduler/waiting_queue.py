@@ -136,7 +136,7 @@ class QueueTime:
         self._numbers = itertools.count()
 
     def arrived(self, request: Request) -> None:
-        """Add ``request``, which waits since its arrival."""
+        """Add ``request``, which has waited since its arrival."""
         if self._max_queue_s is not None:
             heapq.heappush(self._waiting, (request.arrival_s, next(self._numbers), request))
 

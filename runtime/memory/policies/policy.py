@@ -18,7 +18,7 @@ class MemoryPolicy(Protocol):
     """Ranks evictable items. The memory decides which items are evictable."""
 
     def visit(self, item: MemoryItem, now_s: float) -> None:
-        """Record a use: of an adapter at admission, of a block when its prefix matches."""
+        """Record a use: of an adapter or found block at admission, of a block that is stored."""
         ...
 
     def offer(self, item: MemoryItem) -> None:
