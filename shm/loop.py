@@ -52,8 +52,6 @@ _FAILED = 2  # ``JobStatus.FAILED``
 
 _LOOKS_PER_CLOCK = 64
 _NAP_NS = 50_000
-
-
 _MEMBER_SPIN_NS = 50_000
 
 
@@ -176,6 +174,7 @@ def begin(own: int, sequence: int) -> None:
 @numba.njit("void(int64, int32)", nogil=True, cache=_KEPT)
 def skip(own: int, sequence: int) -> None:
     """Leave job ``sequence``, of which this worker is no member, to others."""
+    store_release(own + _ARRIVED, sequence)  # a word 2^31 jobs behind would look reached
     store_release(own + _FINISHED, sequence)
 
 

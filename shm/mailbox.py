@@ -4,8 +4,8 @@ An end writes only what its process may write (``layout``). Jobs have consecutiv
 in this order, and are identified by them; the numbers wrap around as int32.
 
 A job is for its members, workers that the producer saw running. If one of them dies, the job ends
-as FAILED, once: the supervisor finishes the dead worker's jobs once it has
-reaped it, and the others finish theirs, so no process writes a y that the producer takes for free.
+as FAILED, once: the supervisor finishes the dead worker's jobs once it has reaped it, and the
+others finish theirs. So no process writes a y that the producer takes for free.
 A job that is published after a replacement runs is computed by it, so the exact time of death does
 not matter. Only the producer reuses a slot, and only after it has taken the result. A worker that has
 not looked at it until then was no member.
@@ -208,9 +208,8 @@ class WorkerEnd:
             is_whole = loop.holds(mailbox.team + offset, sequence)
             if is_whole and job.members >> mailbox.worker & 1:
                 return job
-            # Only a slot of which this worker is no member may hold a later job.
-            later = distance(job.sequence, sequence)
-            if not is_whole and (later < 0 or later % mailbox.num_slots):
+            # A slot has another job, or the next one is being written to it, only once its job is done.
+            if not is_whole and not has_reached(load_acquire(mailbox.word("done")), sequence):
                 raise ShmError(f"the slot of job {sequence} holds job {job.sequence}")
             self._next = wrap(sequence + 1)
             loop.skip(mailbox.own, sequence)

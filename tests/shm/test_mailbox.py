@@ -9,6 +9,7 @@ from corun.shm.atomics import load_acquire, store_release
 from corun.shm.control import Control
 from corun.shm.errors import MailboxFullError, ShmError, WaitTimeoutError
 from corun.shm.job import Job, JobStatus, WorkerState, WorkerStatus
+from corun.shm.layout import JOB_BYTES
 from corun.shm.mailbox import ProducerEnd, SupervisorEnd, WorkerEnd
 from corun.shm.park import wait_once
 from corun.shm.words import wrap
@@ -279,10 +280,33 @@ def test_a_worker_that_looks_late_passes_jobs_of_others(team: Ends) -> None:
     job = _job(team.producer, 0b110)
     team.producer.publish(job)
     assert team.workers[1].next_job() == job
+    # Left behind by 2^31 jobs, it would count as arrived at the next.
+    assert load_acquire(team.workers[1].mailbox.word("arrived")) == wrap(job.sequence - 1)
     team.workers[1].finish(job)
     team.die(2)
     assert team.supervisors[2].fail_outstanding() == 1
     assert team.producer.take_failed() == (job.sequence,)
+
+
+def test_a_late_worker_passes_a_slot_that_is_being_written(team: Ends) -> None:
+    """Packing a job clears its bytes first."""
+    job = _job(team.producer, 0b001)
+    team.producer.publish(job)
+    assert team.workers[0].next_job() == job
+    box = team.producer.mailbox
+    start = box.job_offset(job.sequence)
+    written = bytes(box.buffer[start : start + JOB_BYTES])
+    for is_done in (False, True):
+        box.buffer[start : start + JOB_BYTES] = bytes(JOB_BYTES)
+        if is_done:
+            assert team.workers[1].next_job(spin_ns=0, park_ns=1000) is None
+        else:
+            with pytest.raises(ShmError, match="holds job 0"):
+                team.workers[1].next_job()
+        box.buffer[start : start + JOB_BYTES] = written
+        if not is_done:
+            team.workers[0].finish(job)
+            team.producer.take_result()
 
 
 def test_a_member_that_waits_for_another_beats_and_sees_a_changed_state(team: Ends) -> None:
