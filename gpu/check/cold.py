@@ -143,7 +143,7 @@ class _Driver:
         running = self._add(None, size.prompts[0], size.running_tokens)
         before = self._token_times({running: size.running_tokens // 2})[running]
         cold = self._add(adapter, size.prompts[0], 1)
-        wanted = {running: size.running_tokens - size.running_tokens // 2, cold: 1}
+        wanted = {running: size.running_tokens - len(before), cold: 1}
         times = [*before, *self._token_times(wanted)[running]]
         gaps = [(late - early) * 1e3 for early, late in pairwise(times)]
         return {"median": rounded(statistics.median(gaps)), "max": rounded(max(gaps[len(before) - 1 :]))}

@@ -54,7 +54,9 @@ class GpuReport:
         """What the file holds."""
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            is_report = found["format"] == _FORMAT and isinstance(found["answers"], dict)
+            is_report = found["format"] == _FORMAT and all(
+                isinstance(found[name], dict) for name in ("answers", "machine")
+            )
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise ConfigError(f"--report {self._path}: not a report of this program ({error})") from error
         if not is_report:
@@ -73,6 +75,12 @@ class GpuReport:
         """Whether nothing is left to ask; what has failed is asked again."""
         answer = self.values["answers"].get(name, {}).get(kind, {})
         return bool(answer.get("status") == "answered")
+
+    def expect(self, asked: Sequence[tuple[str, str]]) -> None:
+        """Note questions and kinds as not asked, if they have no answer: a call may end before them."""
+        for name, kind in asked:
+            self.values["answers"].setdefault(name, {}).setdefault(kind, {"status": "not asked"})
+        self.save()
 
     def put(self, name: str, kind: str, answer: Mapping[str, Any]) -> None:
         """Keep an answer."""
@@ -109,7 +117,7 @@ def answer_all(report: GpuReport, device: str, wanted: Sequence[str]) -> None:
         for kind in (question.kinds if device == "cuda" else ("cpu",))
     ]
     print(f"machine: {json.dumps(report.values['machine'])}", flush=True)
-    report.save()
+    report.expect([(question.name, kind) for question, kind in asked])
     for number, (question, kind) in enumerate(asked, 1):
         if report.has_answer(question.name, kind):
             print(f"[{number} of {len(asked)}] {question.name} ({kind}): answered earlier", flush=True)
@@ -152,12 +160,14 @@ def run_limited(command: list[str], limit_s: float, said: Path, environment: Map
     with said.open("wb") as stderr:
         process = subprocess.Popen(command, stderr=stderr, start_new_session=True, env=dict(environment))
     code = None
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        code = process.wait(limit_s)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # with its children
-    with contextlib.suppress(subprocess.TimeoutExpired):  # other questions follow
-        process.wait(_KILLED_S)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit_s)
+    finally:  # its session of its own gets no Ctrl-C
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with its children
+        with contextlib.suppress(subprocess.TimeoutExpired):  # other questions follow
+            process.wait(_KILLED_S)
     return code
 
 

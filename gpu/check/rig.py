@@ -90,11 +90,13 @@ class Rig:
         options |= {"parent": os.getpid(), "limit_s": self.left_s() + GRACE_S}
         options["is_tiny"] = self.sizes is TINY
         fd = self.segment.fd
-        self._peer = subprocess.Popen(
-            [*PROGRAM, "--peer", role, str(fd), json.dumps(options)], pass_fds=(fd,)
-        )
-        if not cuda_words.poll(lambda: self.load(STARTED) == 1, _START_S):
-            raise TimeoutError(f"the peer for {role} did not start in {_START_S:.0f} s")
+        command = [*PROGRAM, "--peer", role, str(fd), json.dumps(options)]
+        peer = self._peer = subprocess.Popen(command, pass_fds=(fd,))
+        cuda_words.poll(lambda: self.load(STARTED) == 1 or peer.poll() is not None, _START_S)
+        if self.load(STARTED) != 1:
+            code = peer.poll()
+            why = f"is not there after {_START_S:.0f} s" if code is None else f"ended with {code}"
+            raise RuntimeError(f"the peer for {role} {why}")
 
     def stop_peer(self) -> None:
         """End it, if it has not ended by itself."""

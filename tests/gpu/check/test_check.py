@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -203,6 +204,22 @@ def test_a_process_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path)
         time.sleep(0.01)
 
 
+def test_an_interrupted_call_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if not made:
+                made.append(self)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_limited(["sleep", "60"], 60.0, tmp_path / "said", os.environ)
+    assert made[0].returncode == -signal.SIGKILL
+
+
 def test_a_process_that_fails_leaves_its_words_and_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +268,18 @@ def test_a_report_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert kept["decision"]["faults"]["host"] == ["order: not asked"]
 
 
+def test_a_report_that_was_cut_off_says_what_was_not_asked(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    _report(path).expect([("memory", "stream"), ("link", "stream")])
+    again = _report(path)
+    again.put("memory", "stream", _well(""))
+    again.expect([("memory", "stream")])
+    kept = json.loads(path.read_text())
+    statuses = [kept["answers"][name]["stream"]["status"] for name in ("memory", "link")]
+    assert statuses == ["answered", "not asked"] and kept["status"] == "incomplete"
+    assert not again.has_answer("link", "stream")
+
+
 def test_a_report_is_not_continued_on_another_machine(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     _report(path).save()
@@ -258,7 +287,12 @@ def test_a_report_is_not_continued_on_another_machine(tmp_path: Path) -> None:
         _report(path, torch="2.14")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "of another", "answers": {}, "machine": {}}'])
+_NO_MACHINE = '{"format": "corun.gpu.check 1", "answers": {}}'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": "of another", "answers": {}, "machine": {}}', _NO_MACHINE]
+)
 def test_other_files_are_not_reports(tmp_path: Path, text: str) -> None:
     path = tmp_path / "report.json"
     path.write_text(text)
