@@ -18,7 +18,6 @@ from .kept_code import keeps_code
 
 _KEPT = keeps_code(__file__)
 
-_I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
 # Not the private kind, which finds sleepers only by their address in one process.

@@ -6,7 +6,6 @@ just before each flag must be visible after it. Memory is written again after it
 some machines accept a registration and then give the device a copy.
 """
 
-import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +20,6 @@ from .cuda_runtime import Runtime
 from .cuda_signals import Signaller, Waiter
 from .cuda_streams import EventPool, HostWork, StreamState
 from .host_memory import HostMemory
-
-_LOGGER = logging.getLogger(__name__)
 
 PAYLOAD_BYTES = 1 << 16
 PAYLOAD_OFFSET = 4096

@@ -1,7 +1,6 @@
 """Measures all parts of a profile."""
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from .shape import model_groups
 from .step_shapes import StepShape, StepSizes, first_of_size, num_needed, step_shapes
 from .steps import StepBench, WholeStepTimes, make_step_executor
 from .stopwatch import stopwatch_of
-
-_LOG = logging.getLogger(__name__)
 
 _TRIAL_TOKENS = (16, 128)  # of the forwards for the estimate of the duration
 

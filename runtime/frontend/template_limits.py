@@ -133,7 +133,6 @@ _MADE_FACTOR = 16  # limit of all intermediate texts together, relative to the l
 _WIDE = re.compile(r"\d{6}|\*")  # a padding of a format
 _PADDINGS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 _TAB_CHARS = 8
-_MANY_LINES = 10_000
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS = (list, tuple, dict, *_VIEWS)
 _SIZED = (str, list, tuple)
