@@ -34,7 +34,7 @@ class PoolConfig:
     worker_cpus: tuple[int, ...]  # one worker each
     supervisor_cpus: tuple[int, ...] = ()  # () = those of the caller
     max_tokens: int  # of all jobs of an input group together
-    max_in_features: int  # width of x, of the widest input group, padded for the kernels
+    max_in_features: int  # width of x, of the widest input group
     max_out_columns: int  # width of y, padded, all targets of the group together
     max_padded_ranks: int  # width of h, all targets of the group together
     num_job_slots: int = 256  # jobs that may be published; a power of two

@@ -2,9 +2,8 @@
 
 Decides how work is cut. Knows nothing of segments, jobs or torch: it gets the raw address of a
 region (``shm.region``) and reads its header. Products accumulate in float32; y is rounded once
-and written, never read. Members of a team compute some of the ranks, and then some of
-the columns, of the same tokens. ``grouped`` is for many adapters and
-threads, and adds to y.
+and written, never read. Members of a team compute some of the ranks, and then some of the columns,
+of the same tokens. ``grouped`` is for many adapters and threads, and adds to y.
 
 Tokens are processed in blocks that fit the second-level cache with 16 ranks of A: all ranks of all
 targets read them there, so x is read from memory once, and A once per block.
