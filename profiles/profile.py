@@ -12,7 +12,7 @@ from .curve import Curve
 from .fit import Fit
 from .models import MachineModel
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 # A linear model is used if it explains this share of the variance. Below, it predicts little better
 # than a constant.
 MIN_USABLE_R_SQUARED = 0.5

@@ -25,7 +25,8 @@ _CELLS = Path(__file__).with_name("cells.py")
 _DECIDING = """
     profiles/*.py runtime/*.py runtime/adapters/*.py runtime/coldstart/*.py
     runtime/engine/core.py runtime/engine/messages.py runtime/engine/stats.py
-    runtime/memory/**/*.py runtime/scheduler/**/*.py runtime/sim/**/*.py shm/arena_ranges.py
+    runtime/memory/**/*.py runtime/scheduler/**/*.py runtime/sim/**/*.py
+    shm/arena_ranges.py shm/region.py shm/errors.py cpu_workers/teams.py
 """.split()
 _QUEUES = ("papers/chameleon/*.py",)
 _OWN: Mapping[str, Sequence[str]] = {

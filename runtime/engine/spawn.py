@@ -16,6 +16,7 @@ from .channel import encode_frame
 from .heartbeat import Heartbeat, open_heartbeat_file
 
 _KILL_WAIT_S = 5.0
+_CONFIGURE_WAIT_S = 60.0  # a large configuration waits for the process's imports
 DEFAULT_FACTORY = f"{__package__}.assembly.build:build_engine"
 
 
@@ -31,11 +32,18 @@ class SpawnedEngine:
     def configure(self, config: EngineConfig) -> None:
         """Send the configuration, with which the process begins to load.
 
-        A process that has ended is noticed later, by the end of the channel.
+        A process that has ended is noticed later, by the end of the channel. One that reads nothing
+        for a minute is ended.
         """
         self.is_configured = True
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        self.sock.settimeout(_CONFIGURE_WAIT_S)
+        try:
             self.sock.sendall(encode_frame(config_to_dict(config)))
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        except TimeoutError:
+            self.process.kill()
+        self.sock.settimeout(None)
 
     def close(self) -> None:
         """End the process, unless it has ended. Idempotent."""

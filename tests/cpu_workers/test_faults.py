@@ -158,7 +158,7 @@ def has_arrived(driver: Driver, worker: int, job: Job) -> bool:
 @pytest.fixture
 def team() -> Iterator[Driver]:
     """Two slow workers."""
-    with Driver([case(4)], make_config(2, slowdown=1e4, delta_table=table_of("numba"))) as driver:
+    with Driver([case(4)], make_config(2, slowdown=2e4, delta_table=table_of("numba"))) as driver:
         yield driver
 
 
@@ -182,7 +182,7 @@ FULL = pytest.mark.full
 def test_a_team_loses_a_member(team: Driver, point: str, number: signal.Signals) -> None:
     """The job fails once; the other member is not taken for stuck, and the next job is right."""
     lost, other = workers()
-    job = team.publish((0, 1), 0, predicted_us=15)  # a deadline of 3 s
+    job = team.publish((0, 1), 0, predicted_us=30)  # a deadline of 12 s, in 600 us of a member
     if point in {"before x", "others wait for it"}:
         lost.send_signal(number if point == "before x" else STOP)
     team.send_x(0, job)
@@ -208,7 +208,7 @@ def test_a_team_loses_a_member(team: Driver, point: str, number: signal.Signals)
 @pytest.mark.parametrize("hit", ["workers", pytest.param("supervisor", marks=FULL)])
 def test_a_team_loses_all_members(team: Driver, hit: str) -> None:
     pids = [process.pid for process in workers()]
-    job = team.start((0, 1), 0, predicted_us=15)
+    job = team.start((0, 1), 0, predicted_us=30)
     wait_until(lambda: has_begun(team, 0, job))
     for process in workers() if hit == "workers" else [supervisor()]:
         process.send_signal(KILL)

@@ -79,7 +79,7 @@ _LETTERS = {"fence seq_cst": "F", "store atomic": "S", "load atomic": "L", "@sys
     [
         (publish, "void(int64, int32, int64)", "FSFLC"),
         (park.park_once, "boolean(int64, int32, int64, int64)", "FSFLC"),
-        (loop.await_job, "int32(int64, int32, int64, int64, int64)", "FSFLL"),
+        (loop.await_job, "int32(int64, int64, int32, int64, int64, int64)", "FSFLL"),
     ],
 )
 def test_a_full_fence_parts_what_is_stored_from_what_is_looked_at(

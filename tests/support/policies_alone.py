@@ -12,7 +12,14 @@ from types import ModuleType
 
 _ABSENT = ("corun.gpu", "corun.cpu_workers", "corun.shm", "torch", "numba", "transformers")
 # What the policy may import of these: pure, and held by ``tests/house``.
-_PURE = ("corun.shm", "corun.shm.arena_ranges")
+_PURE = (
+    "corun.shm",
+    "corun.shm.arena_ranges",
+    "corun.shm.errors",
+    "corun.shm.region",
+    "corun.cpu_workers",
+    "corun.cpu_workers.teams",
+)
 
 
 class _Absent(importlib.abc.MetaPathFinder):

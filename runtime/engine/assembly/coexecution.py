@@ -6,8 +6,9 @@ is no load to hide.
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ....cpu_workers.teams import TeamCosts
@@ -102,10 +103,14 @@ def start_coexecution(
             None if workers is None else workers.gateway,
             profile.model.num_layers,
         )
-        num_workers = 0 if workers is None else workers.pool.num_workers
+        num_workers, model = 0, profile.model
+        if workers is not None:
+            num_workers = workers.pool.num_workers
+            if not workers.pool.shares_matrices:  # its teams cut only tokens
+                model = replace(model, share_s=math.inf)
         return Coexecution(
             assistant,
-            _cold_starts(config, profile.model, num_workers, max_tokens),
+            _cold_starts(config, model, num_workers, max_tokens),
             max_tokens,
             _MAX_COLD_ROWS,
             CpuWorkerStats if workers is None else workers.stats,

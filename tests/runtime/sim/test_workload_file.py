@@ -108,7 +108,7 @@ def test_names_are_workloads_too_and_a_log_is_one_alone_or_from_a_file(tmp_path:
         ("lengths: {output_tokens: 3}", "output_tokens is 3, which lengths.source 'azure-conv' "),
         (
             "adapters: {popularity: maf, number: 5}",
-            "number is 5, which adapters.popularity 'maf' does not use .by-rank or zipf does.",
+            "number is 5, which adapters.popularity 'maf' does not use .by-rank or zipf or in-turn does.",
         ),
         ("adapters: {popularity: zipf, within_exponent: 1}", "popularity 'zipf' does not use"),
         ("adapters: {exponent: 1}", "popularity 'by-rank' does not use .zipf does."),

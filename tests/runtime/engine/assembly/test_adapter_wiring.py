@@ -45,6 +45,7 @@ class Host:
             group_of_layer=(),
             not_by_workers="",
             host_bytes=(),
+            run_pages=(),
             left_out=(),
             is_kept=True,
             vocab_size=None,
