@@ -172,6 +172,8 @@ def test_what_is_pinned_stays_while_others_come_and_go(many: ParityCase, where: 
         Engine(model=str(many.directory), max_model_len=20, pin=("nobody",), **options)
     with Engine(model=str(many.directory), max_model_len=20, pin=(first,), **options) as engine:
         engine.add_lora(LoRARequest(second, 1, str(many.adapters[second])), pinned=True)
+        # They are read beside requests, which on a busy machine may all be answered first.
+        wait_until(lambda: sum(info.is_resident for info in engine.list_loras()) == 2)
         loras = [LoRARequest(name, 1, str(many.adapters[name])) for name in others]
         for _ in range(2):
             engine.generate([[5, 6, 7]] * len(loras), replace(GREEDY, max_tokens=2), loras)
