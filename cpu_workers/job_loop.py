@@ -59,7 +59,7 @@ class JobLoop:
         self._deltas = Deltas(DeltaTable.from_json(json.loads(setup.settings.delta_table)))
         for name in self._deltas.names:
             _warm_up(make_backend(name))
-        self._shared = NumbaDelta()  # the only one whose parts have the bits of the whole
+        self._shared = NumbaDelta()  # only its parts have the bits of the whole
         # The same few shapes occur repeatedly.
         self._plan = functools.lru_cache(maxsize=_MAX_KNOWN_SHAPES)(self._plan_part)
         # Objects loaded so far are permanent: garbage collections during jobs should skip them.

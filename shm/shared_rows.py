@@ -55,7 +55,7 @@ class RowShape:
         return self.h_offset(0) + _whole_lines(self.num_tokens * self.h_row_bytes)
 
     def x_offset(self, token: int) -> int:
-        """Offset of the x of a job whose first row is ``token``."""
+        """Offset of the x of a job that begins at row ``token``."""
         return LINE_BYTES + token * self.x_row_bytes
 
     def y_offset(self, token: int) -> int:

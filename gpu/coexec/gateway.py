@@ -187,7 +187,7 @@ class WorkerGateway:
         num_jobs = sum(map(len, tasks.values()))
         if num_jobs and not self._pool.end.can_publish(num_jobs):
             raise MailboxFullError(
-                f"a pass has {num_jobs} jobs for CPU workers, whose mailbox has "
+                f"a pass has {num_jobs} jobs for CPU workers, and their mailbox has "
                 f"{self._pool.config.num_job_slots} slots; other jobs are not taken yet, or there are "
                 "too many cold requests in the step"
             )

@@ -30,7 +30,7 @@ def zeros(num_bytes: int) -> torch.Tensor:
     whole_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     if whole_bytes - num_bytes <= num_bytes * _MAX_WASTED_SHARE:
         huge_bytes = whole_bytes
-        if (filled := take_ahead(num_bytes)) is not None:
+        if huge_bytes and (filled := take_ahead(num_bytes)) is not None:
             return torch.frombuffer(filled, dtype=torch.uint8)
     if huge_bytes == 0:
         return torch.zeros(num_bytes, dtype=torch.uint8)

@@ -1,8 +1,8 @@
 """Draws the next token of each row from its logits.
 
 Log-probabilities are those of the model, before penalties and temperature. All of a step is
-enqueued before the device is waited for, once. A CPU then draws rows again whose nucleus is larger
-than the candidates; CUDA has a kernel for them.
+enqueued before the device is waited for, once. A CPU then draws those rows again that have a larger
+nucleus than the candidates; CUDA has a kernel for them.
 """
 
 import math

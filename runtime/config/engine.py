@@ -390,7 +390,7 @@ class EngineConfig:
         minimum=0,
         maximum=1000,
         help="Weight of a second of a request that runs before its adapter is loaded, if a second of "
-        "the requests beside it weighs 1. 0 = the requests beside it never wait for it.",
+        "the requests beside it weighs 1. 0 = the requests beside it do not wait to let it start sooner.",
     )
     max_assisted_stall: float | None = option(
         None,

@@ -225,10 +225,11 @@ class BlockPool:
         for block_id in freed:
             assert block_id in self._allocated, f"block {block_id} is freed but not allocated"
             self._allocated.remove(block_id)
-            if self.pages is None:
-                heapq.heappush(self._warm, block_id)
         if self.pages is not None:
             self.pages.free_blocks(freed)
+        else:
+            for block_id in freed:
+                heapq.heappush(self._warm, block_id)
         self.budget.release(_OWNER, len(freed) * self.block_bytes)
 
     def check_invariants(self) -> None:

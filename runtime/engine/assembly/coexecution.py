@@ -201,7 +201,11 @@ def _pool_config(
     num_jobs = profile.model.num_layers * len(profile.model.groups) * _MAX_COLD_ROWS
     cpus = placement.plan.worker_cpus
     if len(cpus) > MAX_WORKERS:
-        _LOG.info("%d of %d cores get CPU workers, the most of a team", MAX_WORKERS, len(cpus))
+        _LOG.warning(
+            "%d of %d cores get CPU workers, the most of a team; --cpu-cores names them",
+            MAX_WORKERS,
+            len(cpus),
+        )
     return PoolConfig(
         worker_cpus=cpus[:MAX_WORKERS],
         supervisor_cpus=placement.plan.supervisor_cpus,

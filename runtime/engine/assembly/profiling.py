@@ -207,6 +207,7 @@ def _measure(
     from ....profiles.measure.effort import EFFORT
     from ....profiles.measure.profiler import Bench, Listener, measure_profile
 
+    free_bytes = assemble.free_bytes(loaded.model.device, read_machine_facts().memory_available_bytes)
     effort = EFFORT if budget_s is None else EFFORT.within(budget_s)
     plan, max_context = placement.plan, _max_context(config, loaded)
     allowed = os.sched_getaffinity(0)
@@ -226,8 +227,7 @@ def _measure(
             supervisor_cpus=plan.supervisor_cpus,
             delta_cpu=plan.worker_cpus[0] if plan.worker_cpus else max(allowed),
             coexecution_off="" if plan.worker_cpus else plan.reasons[-1].removeprefix(_OFF),
-            free_bytes=assemble.free_bytes(loaded.model.device, read_machine_facts().memory_available_bytes)
-            - step_bytes(config, loaded),
+            free_bytes=max(0, free_bytes - step_bytes(config, loaded)),
         )
         profile = measure_profile(
             bench, Listener(listener.on_estimate, listener.on_report), CpuUseSampler(cpus).use

@@ -83,7 +83,7 @@ def test_others_are_not_made_to_wait_for_a_load() -> None:
 
 
 def _beside(num_running: int, priority: float) -> ColdRequest:
-    """Return a request beside decode rows, whose deltas take three times the base products' time."""
+    """Return a request beside decode rows; its deltas take three times the base products' time."""
     rows = CoScheduledRows(RowCosts(num_decodes=num_running))
     return replace(
         _cold(load_s=9.0, num_running=num_running, priority=priority),
@@ -232,8 +232,8 @@ def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
     assert step.wait_s == pytest.approx(_LAYERS * 2 * (2 * 0.0001 + 16 * 0.001), rel=1e-3)
 
 
-def test_more_slices_than_workers_queue() -> None:
-    model = replace(_model(), tokens_per_worker=8)  # four slices of eight tokens
+def test_more_workers_do_not_make_a_cold_request_later() -> None:
+    model = _model()
     request = _cold(load_s=100.0)
     one = predict(model, request, LoadStrategy.ASSISTED)
     four = predict(model, replace(request, num_workers=4), LoadStrategy.ASSISTED)
