@@ -76,6 +76,7 @@ class AdapterCache:
         self._pinned: set[AdapterId] = set()
         self._idle_bytes = 0
         self._num_waiting: dict[AdapterId, int] = {}
+        self.num_ended_uses = 0  # releases, and adapters that became evictable
         self.log = AdapterLog()
 
     @property
@@ -177,6 +178,7 @@ class AdapterCache:
         entry = self._entries[adapter_id]
         assert entry.num_references > 0, f"adapter {adapter_id} is released but not held"
         entry.num_references -= 1
+        self.num_ended_uses += 1
         self.log.changed.add(adapter_id)
         if entry.num_references:
             return
@@ -308,6 +310,7 @@ class AdapterCache:
         """Make a resident adapter without references evictable, unless it is pinned."""
         if entry.adapter_id in self._pinned:
             return
+        self.num_ended_uses += 1
         self._idle[entry.adapter_id] = entry
         self._idle_bytes += entry.num_bytes
         self._mark_evictable(entry.num_bytes)

@@ -2,8 +2,9 @@
 
 A page is a KV block. An adapter is a list of runs: adjacent pages that hold some of its matrices
 end to end. Pages are grouped into extents, and an extent serves one kind while there is a choice:
-blocks take the lowest pages of their own extents, runs take the highest extents. The last free
-pages serve both kinds, because growth that was promised to running requests must not fail.
+blocks fill those of their own extents that have the fewest free pages, runs take the highest
+extents. The last free pages serve both kinds, because growth that was promised to running requests
+must not fail.
 
 Nothing moves: what is placed stays where it is until it is freed.
 """
@@ -76,7 +77,8 @@ class Pages:
         self._free = list(self._whole)
         # Sets of extents, one bit each: those without use, and those with free and taken pages.
         self._empty = (1 << len(self._whole)) - 1
-        self._of_blocks = self._of_runs = 0
+        self._of_blocks = [0] * (size + 1)  # by number of free pages
+        self._of_runs = 0
         self._serves_runs = [False] * len(self._whole)  # of those in use
         self._runs: dict[AdapterId, tuple[range, ...]] = {}
         self.num_loads_without_run = 0  # enough pages were free, but no run was long enough
@@ -91,7 +93,7 @@ class Pages:
         """Take pages for KV blocks. So many must be free."""
         taken: list[BlockId] = []
         while len(taken) < num_blocks:
-            extents = self._of_blocks or self._empty or self._of_runs
+            extents = next(filter(None, self._of_blocks), 0) or self._empty or self._of_runs
             assert extents, f"{num_blocks} blocks are more than there are free pages"
             extent = (extents & -extents).bit_length() - 1
             free = self._free[extent]
@@ -139,24 +141,24 @@ class Pages:
         for run in self._runs.pop(adapter_id):
             self._free_run(run)
 
-    def window_at(self, page: int, length: int, is_evictable: Callable[[int], bool]) -> range | None:
-        """Return the whole extents around ``page`` in which a run of ``length`` can be made free.
+    def window_at(
+        self, page: int, length: int, is_evictable: Callable[[int], bool], *, must_gain: bool
+    ) -> range | None:
+        """Return the whole extents around ``page`` where evictions make room for a run of ``length``.
 
-        None if what cannot be evicted is in the way. ``is_evictable``: of a taken page.
+        ``is_evictable``: of a taken page. ``must_gain``: they make room for one more run than there
+        is; otherwise also where that is so only beside longer runs. None if there are no such extents.
         """
         size = self.extent_pages
         num_extents = -(-length // size)
+        needed = length if num_extents == 1 else num_extents * size
         for first in range(page // size, page // size - num_extents, -1):
-            pages = range(first * size, (first + num_extents) * size)
-            if num_extents == 1:
-                pages = range(pages.start, min(pages.stop, self.num_pages))
-            elif first < 0 or pages.stop > self.num_pages:
-                continue
-            longest = current = 0
-            for one in pages:
-                current = current + 1 if self._is_free(one) or is_evictable(one) else 0
-                longest = max(longest, current)
-            if longest >= (length if num_extents == 1 else len(pages)):
+            extents = range(max(0, first), min(first + num_extents, len(self._free)))
+            pages = range(extents.start * size, min(extents.stop * size, self.num_pages))
+            free = sum(self._free[one] << (one - extents.start) * size for one in extents)
+            evictable = sum(1 << one - pages.start for one in self.taken_pages(pages) if is_evictable(one))
+            num_free = _num_places(free, needed) if must_gain else 0
+            if evictable and _num_places(free | evictable, needed) > num_free:
                 return pages
         return None
 
@@ -173,7 +175,7 @@ class Pages:
         assert free.isdisjoint(owned), "a page is free and in use"
         assert len(free) + len(owned) == self.num_pages, "a page is lost"
         for extent, (left, whole) in enumerate(zip(self._free, self._whole, strict=True)):
-            sets = (self._empty, self._of_blocks, self._of_runs)
+            sets = (self._empty, self._of_blocks[left.bit_count()], self._of_runs)
             serves_runs, is_partly_free = self._serves_runs[extent], 0 != left != whole
             expected = (left == whole, is_partly_free and not serves_runs, is_partly_free and serves_runs)
             assert tuple(bool(one >> extent & 1) for one in sets) == expected, extent
@@ -203,7 +205,7 @@ class Pages:
             while found := _starts(self._empty & full, -(-length // size)):
                 yield (found.bit_length() - 1) * size
             return
-        for extents in (self._of_runs, self._empty, self._of_blocks):
+        for extents in (self._of_runs, self._empty, sum(self._of_blocks)):
             left = extents
             while left:
                 extent = left.bit_length() - 1
@@ -230,16 +232,16 @@ class Pages:
         bit = 1 << extent
         if self._free[extent] == self._whole[extent]:
             self._serves_runs[extent] = serves_runs
+        self._of_blocks[self._free[extent].bit_count()] &= ~bit
         self._free[extent] = free
         self._empty &= ~bit
-        self._of_blocks &= ~bit
         self._of_runs &= ~bit
         if free == self._whole[extent]:
             self._empty |= bit
         elif free and self._serves_runs[extent]:
             self._of_runs |= bit
         elif free:
-            self._of_blocks |= bit
+            self._of_blocks[free.bit_count()] |= bit
 
     def _is_free(self, page: int) -> bool:
         extent, number = divmod(page, self.extent_pages)
@@ -259,3 +261,12 @@ def _starts(bits: int, length: int) -> int:
         bits &= bits >> step
         covered += step
     return bits
+
+
+def _num_places(bits: int, length: int) -> int:
+    """Return how many runs of ``length`` adjacent set bits there are beside each other."""
+    number = 0
+    while found := _starts(bits, length):
+        bits &= -1 << (found & -found).bit_length() - 1 + length
+        number += 1
+    return number

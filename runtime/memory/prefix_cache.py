@@ -118,6 +118,7 @@ class PrefixCache:
         self._versions: dict[bytes, set[AdapterId]] = {}  # by KV namespace, without base model
         self._namespaces: dict[AdapterId, dict[bytes, None]] = {}  # the inverse
         self._max_namespaces = _MIN_NAMESPACES  # before namespaces without KV are removed
+        self.num_ended_uses = 0  # releases, after which blocks may be evictable
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -181,6 +182,7 @@ class PrefixCache:
     def release(self, path: Sequence[KvNode]) -> None:
         """Release the blocks of ``path``."""
         if self._tree is not None and path:
+            self.num_ended_uses += 1
             self.free(self._tree.release(path[-1]))
 
     def evict(self, node: KvNode) -> None:

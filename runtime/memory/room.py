@@ -97,6 +97,8 @@ class RoomMaker:
         self._evict_adapter = evict_adapter
         self.num_draining_blocks = 0  # free or evictable when the steps in flight have ended
         self.num_copied_blocks = 0  # evictable when copies have ended
+        # Runs that find no place until another use ends, and ended uses: looking is O(pages).
+        self._lacking_runs: dict[tuple[int, ...], int] = {}
 
     def has_adapter_room(self, adapter: AdapterFacts, headroom_bytes: int = 0) -> bool:
         """Whether an adapter can be loaded without evictions, and leaves ``headroom_bytes``."""
@@ -114,6 +116,9 @@ class RoomMaker:
         or the copies have ended.
         """
         num_bytes = adapter.num_bytes + headroom_bytes
+        num_ended = self._cache.num_ended_uses + self._prefixes.num_ended_uses
+        if self._lacking_runs.get(adapter.run_pages) == num_ended:
+            return False
         if not self._has_adapter_bytes(num_bytes):
             if not self.reclaim(0, num_bytes, include_waiting=include_waiting, keep=BASE_ADAPTER):
                 return False
@@ -122,10 +127,14 @@ class RoomMaker:
         pages = self._cache.pages
         if pages is None or self._free_runs(pages, adapter.run_pages, include_waiting=include_waiting):
             return True
-        if not include_waiting or self._cache.referenced_ids():
+        if not include_waiting:
             return False
-        with self._pins.suspended():
-            return self._free_runs(pages, adapter.run_pages, include_waiting=True)
+        if not self._cache.referenced_ids():
+            with self._pins.suspended():
+                if self._free_runs(pages, adapter.run_pages, include_waiting=True):
+                    return True
+        self._lacking_runs[adapter.run_pages] = num_ended
+        return False
 
     def _has_adapter_bytes(self, num_bytes: int) -> bool:
         if self._cache.limit_bytes is not None:
@@ -304,23 +313,37 @@ class RoomMaker:
         return owners
 
     def _window(self, pages: Pages, length: int, owners: dict[int, AdapterId]) -> range | None:
-        """Return the extents of the first victim where a run can be made free, if there are any."""
-        seen = set[int]()
-        for item in self._cache.policy.victims():
-            if isinstance(item, DeviceCopy):
-                item_pages = [run.start for run in pages.runs_of(item.adapter_id) if run.start in owners]
-            else:
-                assert isinstance(item, KvNode) and item.block_id is not None
-                item_pages = [item.block_id]
-            for page in item_pages:
+        """Return the extents of the first victim where a run can be made free, if there are any.
+
+        If no adapter is in use, none may be left that could be freed: the load can wait for nothing.
+        """
+        for must_gain in (True,) if self._cache.referenced_ids() else (True, False):
+            seen = set[int]()
+            for page in self._pages_to_evict(pages, owners):
                 extent = page // pages.extent_pages
                 if extent in seen:
                     continue
                 seen.add(extent)
-                window = pages.window_at(page, length, lambda one: one in owners or self._is_unused(one))
+                window = pages.window_at(
+                    page, length, lambda one: one in owners or self._is_unused(one), must_gain=must_gain
+                )
                 if window is not None:
                     return window
         return None
+
+    def _pages_to_evict(self, pages: Pages, owners: dict[int, AdapterId]) -> Iterator[int]:
+        """Yield pages of all victims in order of eviction, then of all extents.
+
+        Only the last block of a prefix is a victim: an extent may have no victim and yet nothing
+        that is in use.
+        """
+        for item in self._cache.policy.victims():
+            if isinstance(item, DeviceCopy):
+                yield from (run.start for run in pages.runs_of(item.adapter_id) if run.start in owners)
+            else:
+                assert isinstance(item, KvNode) and item.block_id is not None
+                yield item.block_id
+        yield from range(0, pages.num_pages, pages.extent_pages)
 
     def _is_unused(self, page: int) -> bool:
         """Whether a page has KV of a prefix that nothing holds."""

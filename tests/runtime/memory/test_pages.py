@@ -76,6 +76,14 @@ def test_blocks_and_runs_begin_at_the_two_ends() -> None:
     pages.check_invariants([BlockId(64), BlockId(65)])
 
 
+def test_blocks_fill_the_extents_with_the_fewest_free_pages() -> None:
+    pages = Pages(256, 1)  # extents of four pages
+    pages.free_blocks([BlockId(page) for page in pages.take_blocks(16) if page in (0, 1, 2, 6, 8, 9)])
+    assert pages.take_blocks(4) == [6, 8, 9, 0]
+    assert pages.take_blocks(3) == [1, 2, 16]
+    pages.check_invariants(map(BlockId, range(17)))
+
+
 def test_the_last_pages_serve_both() -> None:
     pages = Pages(64 * 4, 1)  # extents of four pages
     assert pages.extent_pages == 4
@@ -173,8 +181,8 @@ class Crowd:
         return self.memory.num_used_blocks + sum(map(sum, adapters))
 
     def turn(self) -> None:
-        """What runs has at most 0.7 of the memory; history and idle adapters fill the rest."""
-        while self.grants and self.num_held_pages() > 0.7 * self.memory.num_blocks:
+        """What runs has at most 0.8 of the memory; history and idle adapters fill the rest."""
+        while self.grants and self.num_held_pages() > 0.8 * self.memory.num_blocks:
             self.memory.release(self.grants.pop(self.rng.randrange(len(self.grants))))
         self.arrive()
         self.memory.commands(self.now_s)
@@ -196,25 +204,28 @@ def test_in_full_memory_hardly_any_load_lacks_a_run(seed: int) -> None:
     assert 0 < pages.num_loads_without_run <= pages.num_extents_evicted
 
 
-def fill(memory: DeviceMemory, num_blocks: int) -> Grant:
+def fill(memory: DeviceMemory, num_blocks: int, namespace: bytes = b"base") -> Grant:
     """A base model's request with whole blocks of its own."""
     grant = Grant(BASE_ADAPTER)
     memory.cache.acquire(BASE_ADAPTER)
     assert memory.grow(grant, num_blocks)
     for number in range(num_blocks):
-        memory.store(grant, b"base", (number,) * BLOCK_SIZE, 0.0)
+        memory.store(grant, namespace, (number,) * BLOCK_SIZE, 0.0)
     return grant
 
 
-def scattered(num_pages: int, held: Sequence[int]) -> tuple[DeviceMemory, list[Grant]]:
-    """Unused history all over; the blocks ``held`` are of requests."""
-    memory = make_memory(num_blocks=num_pages, has_pages=True, keeps_prefixes=True)
+def scattered(
+    num_pages: int, held: Sequence[int], *, keeps_prefixes: bool = True
+) -> tuple[DeviceMemory, list[Grant]]:
+    """Unused history all over, or free pages; the blocks ``held`` are of requests."""
+    memory = make_memory(num_blocks=num_pages, has_pages=True, keeps_prefixes=keeps_prefixes)
     grants = []
     for number in range(num_pages):
         grant = Grant(BASE_ADAPTER)
         memory.cache.acquire(BASE_ADAPTER)
         assert memory.grow(grant, 1)
-        memory.store(grant, b"base", (number,) * BLOCK_SIZE, float(number))
+        if keeps_prefixes:
+            memory.store(grant, b"base", (number,) * BLOCK_SIZE, float(number))
         grants.append(grant)
     for number, grant in enumerate(grants):
         if number not in held:
@@ -252,6 +263,53 @@ def test_used_blocks_in_every_extent_are_in_the_way() -> None:
     (run,) = (memory.loads.begin(AdapterId(1), adapter_of(3), 0.0) or pytest.fail("no room")).runs
     assert run.start // 4 == 7
     memory.check_invariants()
+
+
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_what_lacks_a_run_is_looked_for_again_when_a_use_has_ended(
+    monkeypatch: pytest.MonkeyPatch, *, keeps_prefixes: bool
+) -> None:
+    memory, grants = scattered(256, held=range(1, 256, 4), keeps_prefixes=keeps_prefixes)
+    assert not memory.room.make_adapter_room(adapter_of(3), include_waiting=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pages, "window_at", lambda *_, **__: pytest.fail("it is looked for in vain"))
+        assert not memory.room.make_adapter_room(adapter_of(3), include_waiting=True)
+    path = tuple(grants[-1].path)
+    memory.prefixes.hold(path)  # as a copy to the host does
+    memory.release(grants.pop())
+    assert memory.room.make_adapter_room(adapter_of(3), include_waiting=True) is not keeps_prefixes
+    memory.prefixes.release(path)
+    assert memory.room.make_adapter_room(adapter_of(3), include_waiting=True)
+
+
+def test_an_extent_without_a_victim_is_evicted_with_what_follows_it_in_its_prefix() -> None:
+    memory = make_memory(num_blocks=256, has_pages=True, keeps_prefixes=True)
+    prefix, others = fill(memory, 4), []
+    for number in range(5):
+        others.append(fill(memory, 3, b"%d" % number))
+        assert memory.grow(prefix, 1)
+        memory.store(prefix, b"base", (9,) * BLOCK_SIZE, 0.0)
+    others.append(fill(memory, memory.pool.num_available_blocks, b"rest"))
+    memory.release(prefix)
+    assert memory.room.make_adapter_room(adapter_of(3), include_waiting=False)
+    assert memory.pool.num_cached_blocks == 0 and memory.pool.num_available_blocks == 9
+    memory.check_invariants()
+    memory.check_grants(others)
+
+
+def test_extents_are_not_evicted_without_a_gain() -> None:
+    pages = Pages(256, 1)  # extents of four pages
+    blocks = pages.take_blocks(256)
+
+    def window(*, must_gain: bool) -> range | None:
+        return pages.window_at(3, 3, lambda page: page < 4, must_gain=must_gain)
+
+    pages.free_blocks(blocks[:2])
+    assert window(must_gain=True) == range(4)
+    pages.free_blocks(blocks[2:3])
+    assert window(must_gain=True) is None and window(must_gain=False) == range(4)
+    pages.free_blocks(blocks[3:4])
+    assert window(must_gain=False) is None, "nothing is left to evict"
 
 
 def test_a_run_is_longer_than_an_extent() -> None:
