@@ -8,34 +8,47 @@ are relative to the cached runs of the same round; cached against cached is the 
 spreads over 5 % the cell is inconclusive.
 
 The planner's profile is measured once at the start, as by ``corun profile``; links and worker
-speeds of cells are set in it by arithmetic. The last line is JSON.
+speeds of cells are set in it by arithmetic. ``--loads`` compares requests with workers with cached
+ones and with the best split that bytes, arithmetic and the link allow, for loads of 1, 3 and 10
+prefills.
 
-    python bench/cold_start.py [--full | --quick] [--only gaps] [--picture cold_start.png]
+``--only map`` and ``--only price`` simulate: see ``cold/simulated.py`` and ``cold/price.py``. The
+last line is JSON.
+
+    python bench/cold_start.py [--full | --loads | --quick] [--only gaps]
+    python bench/cold_start.py --only map [--picture docs/co-execution.svg]
+    python bench/cold_start.py --only price --traces DIR
 """
 
 import argparse
 import logging
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from cold import ablations
-from cold.cells import CellResult, Clock, describe_waits, measure_cell
+from cold.cells import ASSISTED_SERIES, SERIES, CellResult, Clock, describe_waits, measure_cell
 from cold.gaps import measure_gaps
-from cold.picture import draw
+from cold.price import measure_prices
 from cold.rig import Rig, engine_and_worker_cpus, make_config, start_rig, with_measured_profile
-from cold.verdicts import judge_cells, judge_gaps
-from cold.workload import DEFAULT_CELLS, QUICK_CELLS, SIZES, Cell, full_cells, make_adapters
+from cold.simulated import draw, measure_map
+from cold.verdicts import judge_cells, judge_gaps, judge_loads
+from cold.workload import DEFAULT_CELLS, LOAD_CELLS, QUICK_CELLS, SIZES, Cell, full_cells, make_adapters
 from corun.profiles.profile import Profile, save_profile
 from corun.runtime.config.engine import EngineConfig
+from corun.runtime.errors import ConfigError
+from corun.runtime.sim.draw_inputs import trace_directory
+from delta_floor import measure_peak
 from models import save_model
 from paired import report
 from transformers.utils import logging as transformers_logging
 
 _PARTS = ("cells", "gaps", "ablations")
-_GAP_LOAD_RATIO = 1.0
+_GAP_LOAD_RATIOS = (1.0, 3.0, 10.0)
 _ABLATION_CELL = Cell(128, 64, "qkvo", 1.0, 0.1)
 _ABLATION_PAIRS = 9
 _GAP_ADAPTERS = {(16, "qkvo"), (64, "qkvo")}
@@ -44,10 +57,16 @@ _GAP_ADAPTERS = {(16, "qkvo"), (64, "qkvo")}
 def main() -> None:
     """Measure and print."""
     options = _options()
+    if "map" in options.only or "price" in options.only:
+        _simulate(options)
+        return
     transformers_logging.disable_progress_bar()
     logging.basicConfig(level=options.log_level.upper())
     engine_and_worker = engine_and_worker_cpus()
     cells = _chosen(options)
+    # In another process: its threads would disturb the engine.
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        options.peak = pool.submit(measure_peak).result()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         folders = _make_files(directory, options.size, cells)
@@ -72,6 +91,22 @@ def main() -> None:
     report("cold_start", workload, figures, bounds)
 
 
+def _simulate(options: argparse.Namespace) -> None:
+    """The part that needs no engine."""
+    if options.picture:
+        draw(options.picture)
+        return
+    try:
+        if "map" in options.only:
+            figures, bounds = measure_map()
+        else:
+            profile = None if options.profile is None else str(options.profile)
+            figures, bounds = measure_prices(trace_directory(options.traces), options.seeds, profile)
+    except ConfigError as error:
+        raise SystemExit(f"cold_start.py: {error}") from None
+    report("cold_start", {"simulated": True, "only": options.only}, figures, bounds)
+
+
 def _measure(
     rig: Rig, cells: Sequence[Cell], options: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, bool | None]]:
@@ -81,13 +116,12 @@ def _measure(
     if "cells" in options.only:
         results, left_out = _run_cells(rig, cells, options)
         figures |= _figures_of_cells(results, left_out)
-        bounds |= judge_cells(results)
-        if options.picture:
-            draw(results, options.picture)
+        bounds |= judge_loads(results) if options.loads else judge_cells(results)
     if "gaps" in options.only:
-        gaps = measure_gaps(rig, options.gap_pairs, options.arrivals, _GAP_LOAD_RATIO)
-        figures["gaps"] = gaps.to_json()
-        bounds |= judge_gaps(gaps)
+        for load_ratio in _GAP_LOAD_RATIOS:
+            gaps = measure_gaps(rig, options.gap_pairs, options.arrivals, load_ratio)
+            figures[f"gaps, load {load_ratio:g}"] = gaps.to_json()
+            bounds |= judge_gaps(gaps, load_ratio)
     if "ablations" in options.only:
         figures["ablations"] = _short_ablations(rig, options)
     return figures, bounds
@@ -95,7 +129,9 @@ def _measure(
 
 def _chosen(options: argparse.Namespace) -> Sequence[Cell]:
     """The cells to measure."""
-    cells = QUICK_CELLS if options.quick else full_cells() if options.full else DEFAULT_CELLS
+    cells: Sequence[Cell] = LOAD_CELLS if options.loads else DEFAULT_CELLS
+    if options.quick or options.full:
+        cells = QUICK_CELLS if options.quick else full_cells()
     if options.cells is None:
         return cells
     if not all(1 <= number <= len(cells) for number in options.cells):
@@ -107,14 +143,21 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--full", action="store_true", help="all cells: hours")
+    which.add_argument("--loads", action="store_true", help="with workers, over cached and the best split")
     which.add_argument("--quick", action="store_true", help="two cells, to try the script")
-    parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="default: all")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=(*_PARTS, "map", "price"),
+        default=_PARTS,
+        help="default: what is measured",
+    )
     parser.add_argument("--cells", type=int, nargs="+", metavar="N", help="only these, from 1 on")
     parser.add_argument("--ablations", action="store_true", help="run all ablations: minutes more")
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="size of the model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, help="rounds per cell; default: 15, quick 3")
-    parser.add_argument("--gap-pairs", type=int, help="pairs of gap measurements; default: 15, quick 2")
+    parser.add_argument("--rounds", type=int, help="rounds per cell; default: 15, loads 5, quick 3")
+    parser.add_argument("--gap-pairs", type=int, help="pairs of gap measurements; default: 9, quick 2")
     parser.add_argument("--arrivals", type=int, default=8, help="arrivals per measurement of gaps")
     parser.add_argument("--profile", type=Path, help="profile of this model, saved by corun profile")
     parser.add_argument(
@@ -123,11 +166,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--max-cells-s", type=float, default=400.0, help="leave out what takes longer; not with --full"
     )
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--picture", type=Path, help="with --only map: write this SVG, and judge nothing")
+    parser.add_argument("--traces", metavar="DIR", help="of --only price; default: CORUN_TRACES")
+    parser.add_argument("--seeds", type=int, default=3, help="of --only price")
     parser.add_argument("--log-level", default="warning")
     options = parser.parse_args()
-    options.rounds = options.rounds or (3 if options.quick else 15)
-    options.gap_pairs = options.gap_pairs or (2 if options.quick else 15)
+    if {"map", "price"} & set(options.only) and len(options.only) > 1:
+        parser.error("--only: map and price are simulated, and run alone")
+    options.rounds = options.rounds or (3 if options.quick else 5 if options.loads else 15)
+    options.gap_pairs = options.gap_pairs or (2 if options.quick else 9)
     return options
 
 
@@ -153,7 +200,8 @@ def _run_cells(
             left_out = [left.label for left in cells[number:]]
             print(f"left out for lack of time: {'; '.join(left_out)}", flush=True)
             return results, left_out
-        result = measure_cell(rig, cell, options.rounds)
+        series = ASSISTED_SERIES if options.loads else SERIES
+        result = measure_cell(rig, cell, options.rounds, options.peak, series)
         results.append(result)
         clock.cell_done(f"{number + 1} of {len(cells)}: {_describe(result)}")
     return results, []
@@ -165,7 +213,7 @@ def _describe(result: CellResult) -> str:
     chose = "/".join(result.decided)
     return (
         f"{result.cell.label} (delta {result.slowness.ratio:.2f}): first token "
-        f"{result.prefill_s * 1e3:.0f} ms cached, {parts} ({chose}), "
+        f"{result.prefill_s * 1e3:.0f} ms cached, {parts} ({chose}), best split {result.best_split:.2f}, "
         f"control {result.control.median:.2f} +- {result.control.spread / 2:.2f}, "
         f"waits {describe_waits(result.waits)}"
     )

@@ -4,19 +4,22 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from floors import Floors
 from paired import Ratio, ratio_of
 
 from cold.rig import CACHED, PLANNER, STRATEGIES, Rig, Slowness, Timing, slowness_of
+from cold.simulated import Chunk, arrivals_s
 from cold.waits import GroupWait
 from cold.workload import Cell
 
 AGAIN = "cached again"  # the control
 SERIES = (CACHED, *STRATEGIES, PLANNER, AGAIN)
 COLD = (*STRATEGIES, PLANNER)
+ASSISTED_SERIES = (CACHED, "assisted", AGAIN)
 MOMENTS: dict[str, Callable[[Timing], float]] = {
     "first_token": lambda timing: timing.first_s,
     "second_token": lambda timing: timing.second_s,
@@ -38,6 +41,7 @@ class CellResult:
     median_s: dict[str, dict[str, float]]  # [moment][series]
     ratios: dict[str, dict[str, Ratio]]  # [moment][series], to the round's cached runs
     control: Ratio  # first token, cached over cached
+    best_split: float  # first token over cached that bytes, arithmetic and link allow, computed
     waits: tuple[GroupWait, ...]  # of the assisted runs
     decided: dict[str, int] = field(default_factory=dict)  # number of the planner's choices
 
@@ -66,18 +70,20 @@ class CellResult:
             },
             "control": self.control.to_json(),
             "control_spread": round(self.control.spread, 4),
-            "planner_regret": round(self.regret, 4),
+            "best_split": round(self.best_split, 3),
+            "planner_regret": round(self.regret, 4) if self.decided else None,
             "planner_chose": self.decided,
             "waits": describe_waits(self.waits),
         }
 
 
 def measure_cell(
-    rig: Rig, cell: Cell, num_rounds: int, on_round: Callable[[], None] = lambda: None
+    rig: Rig, cell: Cell, num_rounds: int, peak: Floors, series: Sequence[str] = SERIES
 ) -> CellResult:
-    """All strategies of ``cell`` in turn, in reverse order in every other round.
+    """All ``series`` of ``cell`` in turn, in reverse order in every other round.
 
     The first round is a warm-up, also for the planner's corrections, and does not count.
+    ``peak``: limits of one core.
     """
     rig.set_up_free()
     rig.use(CACHED)
@@ -87,11 +93,10 @@ def measure_cell(
     rig.set_up(link_bytes_per_s, slowness.worker_slowdown)
     rounds: list[dict[str, Timing]] = []
     for number in range(num_rounds + 1):
-        order = SERIES if number % 2 == 0 else SERIES[::-1]
+        order = series if number % 2 == 0 else series[::-1]
         timings = {name: _run(rig, cell, name) for name in order}
         if number:
             rounds.append(timings)
-        on_round()
     return CellResult(
         cell=cell,
         slowness=slowness,
@@ -102,8 +107,26 @@ def measure_cell(
         ratios={moment: _ratios(rounds, of) for moment, of in MOMENTS.items()},
         control=ratio_of([r[AGAIN].first_s / r[CACHED].first_s for r in rounds]),
         waits=tuple(itertools.chain.from_iterable(r["assisted"].waits for r in rounds)),
-        decided=dict(Counter(r[PLANNER].decided for r in rounds)),
+        best_split=_best_split(rig, cell, link_bytes_per_s, slowness, peak),
+        decided=dict(Counter(r[PLANNER].decided for r in rounds if PLANNER in r)),
     )
+
+
+def _best_split(rig: Rig, cell: Cell, link_bytes_per_s: float, slowness: Slowness, peak: Floors) -> float:
+    """Of the first token over cached, if each delta takes as long as its bytes or its arithmetic."""
+    model, tokens = rig.profile.model, cell.prompt_tokens
+    groups = zip(rig.profile.subject.shape.groups, rig.rank_sums(cell.adapter), strict=True)
+    floors_s = []
+    for (_, in_features, columns), rank_sum in groups:
+        shrink, expand = in_features * rank_sum, columns * cell.rank * (rank_sum > 0)
+        multiply_s = 2e-9 * tokens * (shrink / peak.gflop_per_s + expand / peak.float32_gflop_per_s)
+        read_s = 2e-9 * (shrink + expand) / peak.memory_gb_per_s
+        floors_s.append(slowness.worker_slowdown * max(multiply_s, read_s))
+    num_bytes = rig.adapter_bytes(cell.adapter)
+    chunk = Chunk.of(model, num_bytes, range(tokens), floors_s)
+    link = replace(model.link, bytes_per_s=link_bytes_per_s)
+    arrival_s = arrivals_s(link, num_bytes, model.num_layers)
+    return min(chunk.end_s(0.0, arrival_s), arrival_s[-1] + chunk.loaded_s) / chunk.loaded_s
 
 
 def cached_first_s(rig: Rig, adapter: str, prompt_tokens: int) -> float:
@@ -142,14 +165,16 @@ def _run(rig: Rig, cell: Cell, name: str) -> Timing:
     return rig.serve(rig.prompt(cell.prompt_tokens), cell.adapter, NUM_OUTPUT_TOKENS)
 
 
-def _medians(rounds: Sequence[dict[str, Timing]], of: Callable[[Timing], float]) -> dict[str, float]:
-    return {name: statistics.median(of(r[name]) for r in rounds) for name in SERIES}
+def _medians(rounds: Sequence[Mapping[str, Timing]], of: Callable[[Timing], float]) -> dict[str, float]:
+    return {name: statistics.median(of(r[name]) for r in rounds) for name in rounds[0]}
 
 
-def _ratios(rounds: Sequence[dict[str, Timing]], of: Callable[[Timing], float]) -> dict[str, Ratio]:
+def _ratios(rounds: Sequence[Mapping[str, Timing]], of: Callable[[Timing], float]) -> dict[str, Ratio]:
     """Over the mean of both cached runs, which come first and last in a round."""
     return {
-        name: ratio_of([of(r[name]) * 2 / (of(r[CACHED]) + of(r[AGAIN])) for r in rounds]) for name in COLD
+        name: ratio_of([of(r[name]) * 2 / (of(r[CACHED]) + of(r[AGAIN])) for r in rounds])
+        for name in COLD
+        if name in rounds[0]
     }
 
 

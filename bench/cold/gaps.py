@@ -9,7 +9,7 @@ from typing import Any
 from paired import Ratio, compare, ratio_of
 
 from cold.cells import cached_first_s, percentile
-from cold.rig import CACHED, PLANNER, Rig, check_update
+from cold.rig import CACHED, NEVER_WAIT, Rig, check_update
 from cold.workload import adapter_name
 
 NUM_RUNNING = 8
@@ -38,7 +38,7 @@ class _Episode:
         rig = self.rig
         rig.prepare(RUNNING_ADAPTER, is_cold=False)
         rig.prepare(COLD_ADAPTER, is_cold=self.is_cold)
-        rig.use(PLANNER if self.is_cold else CACHED)
+        rig.use(NEVER_WAIT if self.is_cold else CACHED)
         running = self._start_running()
         gaps: list[float] = []
         last_s: dict[int, float] = {}

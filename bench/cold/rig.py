@@ -35,6 +35,7 @@ from cold.workload import Cell
 
 CACHED = "cached"
 PLANNER = "planner"
+NEVER_WAIT = "planner, priority 0"
 STRATEGIES = tuple(strategy.value for strategy in LoadStrategy)
 _GIB = 2**30
 _STEP_TIMEOUT_S = 1.0
@@ -130,6 +131,7 @@ class Rig:
             strategy.value: Planner(model, PlannerConfig(forced=strategy)) for strategy in LoadStrategy
         }
         self._planners[PLANNER] = Planner(model)
+        self._planners[NEVER_WAIT] = Planner(model, PlannerConfig(priority=0.0))
 
     def set_up_free(self) -> None:
         """A link and workers without delays, for the parts that are not measured."""

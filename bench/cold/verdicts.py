@@ -15,7 +15,8 @@ MIN_BLOCKING = 1.5  # the bound applies from this cost of the link on
 MAX_DELTA_RATIO = 1.05  # up to which the delta counts as no longer than the base layer
 MAX_MEAN_REGRET = 0.03
 MAX_WORST_REGRET = 0.10
-MAX_GAP = 1.15
+MAX_GAP = 1.07
+_MAX_NEAR_LOAD = 3.0  # up to which assisted is held to cached, beyond it to the best split
 
 
 def is_quiet(control: Ratio) -> bool:
@@ -74,6 +75,18 @@ def is_bound_to_cached(result: CellResult) -> bool:
     return blocking >= MIN_BLOCKING and result.slowness.ratio <= MAX_DELTA_RATIO
 
 
+def judge_loads(results: Sequence[CellResult]) -> dict[str, bool | None]:
+    """Assisted is as good as cached, or with the longest loads as the best split."""
+    bounds: dict[str, bool | None] = {}
+    for result in results:
+        is_near = result.cell.load_ratio <= _MAX_NEAR_LOAD
+        least, name = (1.0, "cached") if is_near else (result.best_split, "the best split")
+        bounds[f"{result.cell.label}: assisted <= {MAX_ASSISTED} x {name}"] = at_most(
+            result.ratios["first_token"]["assisted"], MAX_ASSISTED * least, quiet=is_quiet(result.control)
+        )
+    return bounds
+
+
 def judge_regret(results: Sequence[CellResult]) -> dict[str, bool | None]:
     """The planner's, over the quiet cells."""
     regrets = [result.regret for result in results if is_quiet(result.control)]
@@ -88,7 +101,7 @@ def judge_regret(results: Sequence[CellResult]) -> dict[str, bool | None]:
     }
 
 
-def judge_gaps(result: GapResult) -> dict[str, bool | None]:
-    """Cold arrivals cost the running requests little more than cached ones."""
+def judge_gaps(result: GapResult, load_ratio: float) -> dict[str, bool | None]:
+    """Without a price, cold arrivals cost the running requests little more than cached ones."""
     held = at_most(result.ratio, MAX_GAP, quiet=is_quiet(result.control))
-    return {f"p95 gap of running requests <= {MAX_GAP} x with cached arrivals": held}
+    return {f"p95 gap of running requests <= {MAX_GAP} x with cached arrivals, load {load_ratio:g}": held}

@@ -68,6 +68,11 @@ DEFAULT_CELLS = (
     Cell(128, 128, "all", 1.0, 0.1),
     Cell(512, 16, "qkvo", 1.0, 1.0),
 )
+# Unslowed workers on all linears, by prompt.
+LOAD_CELLS = tuple(
+    Cell(prompt, rank, "all", load, 0.0)
+    for prompt, rank, load in itertools.product((8, 64, 512), (16, 64, 256), (1.0, 3.0, 10.0))
+)
 QUICK_CELLS = (Cell(32, 16, "qkvo", 1.0, 1.0), Cell(32, 64, "all", 3.0, 3.0))
 
 

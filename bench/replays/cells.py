@@ -1,6 +1,7 @@
 """One recipe at one rate under one policy, on virtual time, and its results."""
 
 import random
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,12 +9,14 @@ from pathlib import Path
 
 from corun.runtime.coldstart.planner import BY_PRICE, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.config.engine import EngineConfig
 from corun.runtime.memory.make import MakeMemoryPolicy
 from corun.runtime.memory.policies.corun import CorunMemoryPolicy
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.plan import RequestId
 from corun.runtime.scheduler.predictor import HistoryPredictor, OraclePredictor, OutputPredictor
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
+from corun.runtime.sim import configure
 from corun.runtime.sim.engine import SimulationOptions, simulate
 from corun.runtime.sim.figures import Figures, figures_of
 from corun.runtime.sim.machines import AS_MODELLED, Factors, SimulatedMachine
@@ -44,7 +47,8 @@ class Cell:
     # Of MEMORY: keeps prefixes, too. None = adapters alone are kept, as each policy did in the
     # days of the bounds it is held to.
     memory_policy: str | None = None
-    machine: str | None = None  # None = the one that the recipe is meant for
+    # A name or a profile's file; None = the one that the recipe is meant for.
+    machine: str | None = None
     host_kv_gib: int = 0
     load_strategy: LoadStrategy | None = None  # None = the planner's choice
     cold_priority: float = BY_PRICE.priority
@@ -62,7 +66,7 @@ class Cell:
             f"seed{self.seed}",
             f"{self.num_requests}",
             self.memory_policy,
-            self.machine,
+            self._machine_name,
             f"host{self.host_kv_gib}" if self.host_kv_gib else None,
             self.load_strategy,
             None if self.cold_priority == BY_PRICE.priority else f"priority{self.cold_priority:g}",
@@ -70,6 +74,12 @@ class Cell:
             None if self.link_share == 1.0 else f"link{self.link_share:g}",
         )
         return "-".join(part for part in parts if part is not None)
+
+    @property
+    def _machine_name(self) -> str | None:
+        if self.machine is None or not (profile := Path(self.machine)).is_file():
+            return self.machine
+        return f"{profile.stem}{zlib.crc32(profile.read_bytes()):08x}"
 
 
 def predictor_name(accuracy: float | None) -> str:
@@ -82,9 +92,15 @@ def machine_of(recipe: str) -> SimulatedMachine:
     return MACHINES[RECIPES[recipe].machine]
 
 
+def _machine(cell: Cell) -> SimulatedMachine:
+    if cell.machine is None:
+        return machine_of(cell.recipe)
+    return configure.machine_of(cell.machine, cell.recipe, EngineConfig(model=cell.machine), frozenset())
+
+
 def run_cell(cell: Cell, traces: Path | None) -> Figures:
     """Simulate. Raises ``ConfigError`` if there is no such recipe, policy or trace."""
-    machine = machine_of(cell.recipe) if cell.machine is None else MACHINES[cell.machine]
+    machine = _machine(cell)
     if cell.link_share != 1.0:
         link = replace(machine.model.link, bytes_per_s=cell.link_share * machine.model.link.bytes_per_s)
         machine = replace(machine, model=replace(machine.model, link=link))

@@ -13,8 +13,9 @@ from ...profiles.models import MachineModel
 from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
 from ..scheduler.cold import StepRows
 
-# Above 0, so that among starts that delay no other request the earliest one costs least.
-_LEAST_PRIORITY = 1e-3
+# Above 0, so that of starts that delay no other request the earliest one costs least, and a lone
+# request has a cost. Low, so that others wait a millionth of the time that it gains at most.
+_LEAST_PRIORITY = 1e-6
 
 
 @dataclass(frozen=True, slots=True)

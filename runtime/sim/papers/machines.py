@@ -107,9 +107,9 @@ _LLAMA_8B = _a40(
 )
 _SLOW_8B = _with_slow_link(_LLAMA_8B)
 # Widths of q, k and v; of o; of gate and up; of down.
-WIDTHS_8B = (18432, 8192, 36864, 18432)
-_ASSISTED_8B = _with_workers(_LLAMA_8B, WIDTHS_8B)
-CORE_BYTES_PER_S = 10e9  # by hand: of a core with 15 others beside it
+_WIDTHS_8B = (18432, 8192, 36864, 18432)
+_ASSISTED_8B = _with_workers(_LLAMA_8B, _WIDTHS_8B)
+_CORE_BYTES_PER_S = 10e9  # by hand: of a core with 15 others beside it
 # Counted without a GPU, of Llama 8B (tests/gpu/test_cuda_counts.py): launches of a forward pass,
 # what adapters add to them, and launches of the sampler, which the host awaits once.
 LAUNCHES = 303
@@ -186,11 +186,11 @@ def _card_groups(bytes_per_s: float, flop_per_s: float, core_flop_per_s: float) 
             _read_or_multiply(base_bytes, bytes_per_s, flop_per_s),
             CurveFamily(
                 (0.0, float(num_targets)),
-                (Curve((0.0,), (0.0,)), _read_or_multiply(2.0 * width, CORE_BYTES_PER_S, core_flop_per_s)),
+                (Curve((0.0,), (0.0,)), _read_or_multiply(2.0 * width, _CORE_BYTES_PER_S, core_flop_per_s)),
             ),
         )
         for index, (base_bytes, width, num_targets) in enumerate(
-            zip(LLAMA_8B.group_bytes, WIDTHS_8B, _LLAMA_8B.group_targets, strict=True)
+            zip(LLAMA_8B.group_bytes, _WIDTHS_8B, _LLAMA_8B.group_targets, strict=True)
         )
     )
 
