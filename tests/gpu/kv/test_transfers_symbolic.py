@@ -10,14 +10,7 @@ from corun.gpu.kv.transfers import KvTransfers
 from corun.profiles.link import Direction
 from corun.runtime.plan import BlockId, HostSlot, KvTransfer, TransferId
 from support.streams.symbolic import Recording, SymbolicDevice
-from support.streams.symbolic_explore import explore
-from support.streams.symbolic_findings import (
-    Finding,
-    Overlap,
-    OverwriteBeforeRead,
-    ReadBeforeWrite,
-    UseAfterHandOn,
-)
+from support.streams.symbolic_order import Kind, check, kinds
 from support.streams.symbolic_program import Buffer
 from support.streams.symbolic_tensors import SymbolicTensor, SymbolicTensorDevice, as_torch
 
@@ -235,7 +228,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("life", LIVES)
 def test_it_is_right_in_every_order(life: Callable[[Engine], None]) -> None:
-    explore(recording(life)).check()
+    check(recording(life))
 
 
 def not_ordered_with_kernels(engine: Engine) -> None:
@@ -267,13 +260,13 @@ def read_early(engine: Engine) -> None:
     engine.wait()
 
 
-MISTAKES: dict[Callable[[Engine], None], set[type[Finding]]] = {
-    not_ordered_with_kernels: {Overlap, OverwriteBeforeRead, ReadBeforeWrite},
-    used_again_early: {UseAfterHandOn},
-    read_early: {Overlap, ReadBeforeWrite},
+MISTAKES: dict[Callable[[Engine], None], set[Kind]] = {
+    not_ordered_with_kernels: {Kind.UNORDERED, Kind.UNWRITTEN},
+    used_again_early: {Kind.USE_AFTER_HAND_ON},
+    read_early: {Kind.UNORDERED, Kind.UNWRITTEN},
 }
 
 
 @pytest.mark.parametrize("life", MISTAKES)
 def test_a_mistake_is_found(life: Callable[[Engine], None]) -> None:
-    assert explore(recording(life)).kinds == MISTAKES[life]
+    assert kinds(recording(life)) == MISTAKES[life]

@@ -1,9 +1,9 @@
 """The symbolic device: named buffers, no arithmetic; its calls write a program down.
 
-``symbolic_run`` then runs the program in the orders that the interface allows and finds what is
-wrong with it. The program also says what goes on beside the device: what the host does to memory
-and words (``SymbolicDevice.host``), what other processes do (``SymbolicDevice.process``), and when
-slots go from one owner to the next (``lease`` and ``give_back``).
+``symbolic_order`` then finds what is wrong with it in any order that the interface allows. The
+program also says what goes on beside the device: what the host does to memory and words
+(``SymbolicDevice.host``), what other processes do (``SymbolicDevice.process``), and when slots go
+from one owner to the next (``lease`` and ``give_back``).
 """
 
 import contextlib
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from corun.gpu.device.base import DeviceError, Event, Stream, UnrecordedEventError, Word
 from corun.shm.words import wrap
-from support.streams.symbolic_checks import find_records
 from support.streams.symbolic_program import (
     HOST,
+    Access,
     Agent,
     AskDone,
     Begin,
@@ -23,16 +23,71 @@ from support.streams.symbolic_program import (
     Issue,
     Join,
     Program,
-    Question,
     Record,
-    ReleaseWaits,
     Signal,
     Step,
     Take,
     Wait,
     WaitEvent,
 )
-from support.streams.symbolic_tape import Process, Tape
+
+
+class Tape:
+    """What all agents have written down so far."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.is_stream: list[bool] = []
+        self.steps: list[list[Step]] = []
+        self.initial_words: dict[str, int] = {}
+        self.num_accesses = 0
+
+    def add_agent(self, name: str, *, is_stream: bool) -> int:
+        """The index of a new agent. Raises ``DeviceError`` for a name that is taken."""
+        if name in self.names:
+            raise DeviceError(f"there is an agent {name!r} already")
+        self.names.append(name)
+        self.is_stream.append(is_stream)
+        self.steps.append([])
+        return len(self.names) - 1
+
+    def add(self, agent: int, step: Step) -> None:
+        """Let ``agent`` do ``step`` after what it did so far."""
+        if isinstance(step, Signal | Wait):
+            self.initial_words.setdefault(step.word, 0)
+        self.steps[agent].append(step)
+
+    def access(self, agent: int, verb: str, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> Access:
+        """The next access, for a begin and an end."""
+        access = Access(self.num_accesses, self.names[agent], verb, tuple(reads), tuple(writes))
+        self.num_accesses += 1
+        return access
+
+
+class Process:
+    """Writes down what an agent beside the device does, one thing after the other.
+
+    The host's own actions take place in order with its calls to the device. Another process
+    acts from the start, delayed only by its waits. After a process's death, the code that acts for
+    it is the same agent: it has reaped the process before.
+    """
+
+    def __init__(self, tape: Tape, agent: int) -> None:
+        self._tape = tape
+        self._agent = agent
+
+    def compute(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
+        access = self._tape.access(self._agent, "compute", reads, writes)
+        self._tape.add(self._agent, Begin(access))
+        self._tape.add(self._agent, End(access))
+
+    def signal(self, word: Word, value: int) -> None:
+        """Store ``value`` with release order."""
+        self._tape.add(self._agent, Signal(word.name, wrap(value)))
+
+    def wait(self, word: Word, value: int) -> None:
+        """Go on once ``word`` has reached ``value``."""
+        self._tape.add(self._agent, Wait(word.name, wrap(value)))
 
 
 class UnansweredError(BaseException):
@@ -43,13 +98,13 @@ class UnansweredError(BaseException):
 
 
 class SymbolicDevice:
-    """Writes calls down. Implements ``Device[Buffer]``, on one host thread.
+    """Writes calls down. Implements ``Device[Buffer]`` but for ``release_waits``, on one host thread.
 
     ``launch`` calls ``compute`` at once, as CUDA does; what it enqueues on its own stream takes
     place while the launch does. What it raises marks its stream, unless that is adopted, and the
     stream leaves out what every device does. ``synchronize`` has no time to run out of: where it
-    would never end, a run finds a ``Hang``. ``is_done`` and ``release_waits`` return the next of
-    ``answers``; ``Recording`` finds out what they are.
+    would never end, there is a ``HANG``. ``is_done`` returns the next of ``answers``, of which
+    ``symbolic_order`` tries all.
     """
 
     def __init__(self, answers: Sequence[int] = ()) -> None:
@@ -122,11 +177,9 @@ class SymbolicDevice:
         return Program(
             agents,
             dict(self._tape.initial_words),
-            num_answers=self._num_asked - self._is_open,
             is_open=self._is_open,
             is_closed=self._is_closed,
             held=(*map(str, self._held_leases.values()), *events),
-            records=find_records(agents),
         )
 
     # The device interface.
@@ -238,13 +291,8 @@ class SymbolicDevice:
         if failures:
             raise DeviceError(failures[0])
 
-    def release_waits(self) -> int:
-        """See ``Device.release_waits``."""
-        self._check_open()
-        return self._ask(ReleaseWaits())
-
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Come to the end of all streams; what is still held then is a ``MissingRelease``."""
+        """Come to the end of all streams; what is still held then is a ``MISSING_RELEASE``."""
         if self._is_closed:
             return
         self._join(list(self._streams.values()))
@@ -289,7 +337,7 @@ class SymbolicDevice:
         else:
             self._enqueue(self._agent(stream), step)
 
-    def _ask(self, question: Question) -> int:
+    def _ask(self, question: AskDone) -> int:
         self._tape.add(HOST, question)
         self._num_asked += 1
         if self._num_asked > len(self._answers):

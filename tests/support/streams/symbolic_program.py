@@ -5,7 +5,7 @@ it takes one after the other; the order between agents is open. An operation tha
 two steps, its begin and its end, so that two can overlap and any can be delayed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from corun.gpu.device.base import Event
 
@@ -158,7 +158,10 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class AskDone:
-    """The host asks whether ``event`` is recorded by now: 0 or 1."""
+    """The host asks whether ``event`` is recorded by now: 0 or 1.
+
+    The answer depends on the order, and the host's next steps depend on the answer.
+    """
 
     event: Event
 
@@ -166,18 +169,7 @@ class AskDone:
         return f"asks for event {self.event.index}.{self.event.generation}"
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseWaits:
-    """The host stores what issued waits of streams wait for, and learns for how many words."""
-
-    def __str__(self) -> str:
-        return "releases waits"
-
-
-Question = AskDone | ReleaseWaits
-"""Steps of the host with an answer that depends on the order, as do the host's next steps."""
-
-Step = Begin | End | Signal | Wait | Record | WaitEvent | Take | GiveBack | Issue | Join | Question
+Step = Begin | End | Signal | Wait | Record | WaitEvent | Take | GiveBack | Issue | Join | AskDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +183,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What the host does, given the answers to its first ``num_answers`` questions.
+    """What the host does, given the answers to its first questions.
 
     It ends at the first question beyond, if there is one: ``is_open``. Longer answers give a
     program that begins with the same steps.
@@ -199,11 +191,9 @@ class Program:
 
     agents: tuple[Agent, ...]
     initial_words: dict[str, int]
-    num_answers: int = 0
     is_open: bool = False
     is_closed: bool = False  # the host closed the device at the end
     held: tuple[str, ...] = ()  # leases and events that were not given back
-    records: dict[Event, tuple[int, int]] = field(default_factory=dict)  # agent, step
 
     @property
     def accesses(self) -> list[Access]:

@@ -5,9 +5,8 @@ from typing import Any, cast
 
 import torch
 from corun.gpu.device.base import Stream
-from support.streams.symbolic import SymbolicDevice
+from support.streams.symbolic import Process, SymbolicDevice
 from support.streams.symbolic_program import Buffer
-from support.streams.symbolic_tape import Process
 
 
 class SymbolicTensor:

@@ -8,9 +8,8 @@ from corun.cpu_workers.teams import TeamJob
 from corun.gpu.device.base import Word
 from corun.shm.job import Job
 from corun.shm.words import wrap
-from support.streams.symbolic import SymbolicDevice
+from support.streams.symbolic import Process, SymbolicDevice
 from support.streams.symbolic_program import Buffer
-from support.streams.symbolic_tape import Process
 from support.streams.symbolic_tensors import SymbolicTensor
 
 _FIRST_SEQUENCE = 2**31 - 2  # wraps around on the way
