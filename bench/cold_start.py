@@ -72,7 +72,7 @@ def main() -> None:
         folders = _make_files(directory, options.size, cells)
         config = make_config(*folders, options.profile, engine_and_worker, options.device)
         if options.profile is None:
-            path = directory / "profile.json"
+            path = options.keep_profile or directory / "profile.json"
             config = with_measured_profile(config, path, options.profile_s, _say)
         with start_rig(config, SIZES[options.size].vocab_size, _say) as rig:
             print("\n".join(rig.summary), flush=True)
@@ -159,7 +159,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds per cell; default: 15, loads 5, quick 3")
     parser.add_argument("--gap-pairs", type=int, help="pairs of gap measurements; default: 9, quick 2")
     parser.add_argument("--arrivals", type=int, default=8, help="arrivals per measurement of gaps")
-    parser.add_argument("--profile", type=Path, help="profile of this model, saved by corun profile")
+    parser.add_argument("--profile", type=Path, help="of this model; with --only price of a machine more")
+    parser.add_argument("--keep-profile", type=Path, help="where to save the measured profile")
     parser.add_argument(
         "--profile-s", type=float, default=45.0, help="seconds for measuring a profile without --profile"
     )
