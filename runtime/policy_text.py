@@ -35,3 +35,11 @@ def check_options(name: str, options: Mapping[str, float], known: Collection[str
         if key not in known:
             has = f"its options are {', '.join(known)}" if known else "it has no options"
             raise ConfigError(f"{flag}: {name} has no option {key!r}; {has}")
+
+
+def check_switches(name: str, options: Mapping[str, float], known: Collection[str], flag: str) -> None:
+    """Raise ``ConfigError`` for an option that the policy does not have, or that is not 0 or 1."""
+    check_options(name, options, known, flag)
+    for key, value in options.items():
+        if value not in (0.0, 1.0):
+            raise ConfigError(f"{flag}: {name} has {key}={value:g}, must be 0 (off) or 1")

@@ -11,6 +11,7 @@ from corun.runtime.coldstart.planner import BY_PRICE, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.memory.make import MakeMemoryPolicy
+from corun.runtime.memory.papers.libra import PARTS
 from corun.runtime.memory.policies.corun import CorunMemoryPolicy
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.plan import RequestId
@@ -28,7 +29,9 @@ BASELINE = "slora"  # fcfs without headroom, which drops idle adapters, as S-LoR
 POLICIES = (BASELINE, *SCHEDULER_POLICIES)
 # ``corun``, but KV leaves the device together with its adapter.
 TIED = "corun-tied"
-MEMORY = (*MEMORY_POLICIES, TIED)
+# FastLibra-WOM, -WOS, -WOL; and without watermarks.
+LIBRA_VARIANTS = tuple(f"libra:{part}=0" for part in PARTS)
+MEMORY = (*MEMORY_POLICIES, TIED, *LIBRA_VARIANTS)
 SPLIT = "static-split"
 _SPLIT_SHARE = 0.2  # of memory, for adapters
 ACCURACY = 0.8  # of the oracle

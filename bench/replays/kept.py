@@ -45,7 +45,7 @@ _OWN_OF_MEMORY: Mapping[str, Sequence[str]] = {
     TIED: ("policies/corun.py",),
     "lru": _LRU,
     "chameleon": ("papers/chameleon.py", *_LRU),
-    "libra": ("papers/libra.py", "papers/ranked_ahead.py"),
+    "libra": ("papers/libra.py",),
     "static-split": _BASELINE,
     "discard-idle": _BASELINE,
     "slora": _BASELINE,
@@ -73,7 +73,8 @@ class KeptCells:
         write_figures(self._path(cell), cell, figures)
 
     def _path(self, cell: Cell) -> Path:
-        digest = self._digests[cell.policy, cell.memory_policy]
+        memory_policy = cell.memory_policy and cell.memory_policy.partition(":")[0]
+        digest = self._digests[cell.policy, memory_policy]
         return self._folder / f"{cell.name}-{digest}.json"
 
 

@@ -13,6 +13,7 @@ from replays.settings import (
     FULL_MEMORY_SETTINGS,
     FULL_SETTINGS,
     GENTD26_SLOW,
+    LIBRA,
     MOONCAKE,
     WITH_WORKERS,
     ZIPF,
@@ -41,6 +42,7 @@ _MAX_P99 = 1.02
 _MAX_MEAN = 1.05  # of memory policies
 _MAX_SPREAD = 1.02  # of the means of all memory policies, with workers
 _MAX_LINK_SHARE = 0.6
+_MIN_BELOW_LRU = 0.05  # of ``libra``'s means
 _BINDING_RPS = 1.4  # from which on memory is what ``mooncake-8`` lacks
 _SLACK = 0.04  # of the interval's end, where something is not to be above a value
 
@@ -120,7 +122,7 @@ def ratio(results: Results, setting: Setting, policy: str, other: str, metric: s
 
 
 def memory_bounds() -> list[Bound]:
-    """Those between ``corun`` and another memory policy."""
+    """Those between ``corun`` and another memory policy, and of ``libra`` over ``lru``."""
     bounds = []
     for setting in FULL_MEMORY_SETTINGS:
         if setting in WITH_WORKERS:
@@ -132,6 +134,7 @@ def memory_bounds() -> list[Bound]:
             bounds.append(Bound(setting, "corun", other, "mean", 1.0 - share, is_lower=True))
         for other in ("lru", "libra", "chameleon", TIED, SPLIT):
             bounds.append(Bound(setting, "corun", other, "mean", _MAX_MEAN, is_lower=False))
+    bounds += [Bound(one, "libra", "lru", "mean", 1.0 - _MIN_BELOW_LRU, is_lower=True) for one in LIBRA]
     return bounds
 
 

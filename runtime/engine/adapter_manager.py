@@ -49,6 +49,8 @@ class AdapterResidency(Protocol):
 
     def drop_adapter(self, adapter_id: AdapterId) -> None: ...
 
+    def adapter_ready(self, adapter_id: AdapterId, facts: AdapterFacts) -> None: ...
+
     def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None: ...
 
     def pin_adapter(self, adapter_id: AdapterId, facts: AdapterFacts) -> None: ...
@@ -518,6 +520,7 @@ class AdapterManager:
             self._maybe_unused.add(content.facts.digest)
             return
         self._publisher.mark((job.name,), must_publish=True)
+        self._device.adapter_ready(registered.version.adapter_id, content.facts)
         if old is not None:
             self._replaced(old, registered)
         self.pin_now(job.name, is_pinned=is_pinned)

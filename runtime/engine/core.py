@@ -263,6 +263,11 @@ class EngineCore:
         self._scheduler.drop_adapter(adapter_id)
         self._has_changes = True
 
+    def adapter_ready(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
+        """Let memory load a version while it is idle, before a request names it."""
+        self._scheduler.memory.loads.known[adapter_id] = facts
+        self._has_changes = True
+
     def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None:
         """Raise ``RequestError`` unless ``num_bytes`` can be pinned, in place of ``replaced``."""
         self._scheduler.check_pin(num_bytes, other_bytes, replaced)

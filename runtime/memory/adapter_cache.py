@@ -41,6 +41,10 @@ class DeviceCopy:
     def is_adapter(self) -> bool:
         return True
 
+    @property
+    def can_return(self) -> bool:
+        return True
+
 
 class AdapterCache:
     """Adapters on the device, their states and reference counts. A policy ranks the idle ones.

@@ -22,6 +22,7 @@ from .reload_cost import PolicyInputs
 from .room import Pins, RoomMaker
 from .swapper import KvSwapper
 from .transfers import OpenCopy, OpenLoad, OpenTransfer, TransferTable
+from .watermarks import WatermarkSwaps
 
 
 class DeviceMemory:
@@ -79,6 +80,19 @@ class DeviceMemory:
         self.relief = MemoryRelief(pool, cache, self.room, host)
         keeps_history = cache.policy.rules.keeps_history
         self._max_history_blocks = max_history_blocks if keeps_history else 0
+        self.swaps: WatermarkSwaps | None = None
+        has_swaps = cache.policy.rules.watermarks is not None
+        if has_swaps and not (host is not None and host.is_device_memory):
+            self.swaps = WatermarkSwaps(
+                pool,
+                cache,
+                self.prefixes,
+                self.room,
+                self.loads,
+                self.transfers,
+                self.swapper,
+                self._max_history_blocks,
+            )
         self._evictions: list[AdapterId] = []  # not yet in a plan
         self._asked_evictions: list[AdapterId] = []  # of idle adapters, for the next plan
         self._dropped: dict[AdapterId, None] = {}  # evicted once they are idle
@@ -89,6 +103,11 @@ class DeviceMemory:
         """Whether a transfer is open, a dropped adapter is left, or evictions wait for a plan."""
         is_left = self._dropped or self._evictions or self._asked_evictions or len(self.transfers)
         return bool(is_left) or (self.host is not None and self.host.has_evictions)
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When the next plan may swap something without an event; None = never."""
+        return None if self.swaps is None else self.swaps.wake_at_s
 
     @property
     def num_used_blocks(self) -> int:
@@ -250,6 +269,7 @@ class DeviceMemory:
         for adapter_id in (*self._dropped, *asked):
             if self.cache.is_idle(adapter_id):
                 is_dropped = adapter_id in self._dropped
+                self.loads.known.pop(adapter_id, None)  # until a request names it
                 reason = EvictionReason.DROPPED if is_dropped else EvictionReason.ASKED
                 self._evict(adapter_id, reason)
         if self._max_history_blocks is not None:
@@ -262,6 +282,7 @@ class DeviceMemory:
                 self.tied_kv.discard(adapter_id)
                 self.prefixes.drop_version(adapter_id)
                 self.cache.discard(adapter_id)
+                self.loads.known.pop(adapter_id, None)
                 self._removed.append(adapter_id)
 
     def commands(self, now_s: float) -> MemoryCommands:
@@ -272,6 +293,8 @@ class DeviceMemory:
         """
         if self.swapper is not None:
             self.swapper.copy_ahead(self._max_history_blocks, now_s)
+        if self.swaps is not None:
+            self.swaps.turn(now_s, may_bring=not self.relief.is_active)
         has_loads = self.transfers.num_loads_to_begin > 0
         self.tied_kv.evict_pending()
         for adapter_id in self.cache.unwanted_ids():

@@ -52,6 +52,11 @@ class KvNode:
     children: "dict[bytes, KvNode]" = field(default_factory=dict, repr=False)
 
     @property
+    def can_return(self) -> bool:
+        """Whether the host has a copy."""
+        return self.host_slot is not None
+
+    @property
     def is_free_leaf(self) -> bool:
         """Whether its block may be evicted now."""
         return (

@@ -38,6 +38,12 @@ class AdapterLoads:
         self._transfers = transfers
         self._host = host
         self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident adapters
+        # Versions that may be loaded before a request names them.
+        self.known: dict[AdapterId, AdapterFacts] = {}
+
+    def is_from_memory(self, adapter: AdapterFacts) -> bool:
+        """Whether a load reads no files."""
+        return self._host is None or self._host.contains(adapter.digest)
 
     def begin(
         self, adapter_id: AdapterId, adapter: AdapterFacts, now_s: float, *, is_demand: bool = True
@@ -51,6 +57,7 @@ class AdapterLoads:
             place = self._host.begin_load(adapter.digest, adapter.host_bytes)
             if place is None:
                 return None
+        self.known[adapter_id] = adapter
         has_begun = self._cache.begin_load(adapter_id, num_bytes, adapter.run_pages)
         assert has_begun, (adapter_id, num_bytes)
         self._pins.mark_loading(adapter_id)

@@ -226,6 +226,10 @@ class PrefixCache:
             found += self._tree.unreferenced(namespace)
         return found
 
+    def versions_of(self, namespace: bytes) -> Collection[AdapterId]:
+        """Return the versions that can use a namespace; none = it is the base model's."""
+        return self._versions.get(namespace, ())
+
     def num_blocks_of_version(self, adapter_id: AdapterId) -> tuple[int, int]:
         """Return the blocks that a version can use: on the device, and copies on the host."""
         num_device_blocks = num_host_blocks = 0

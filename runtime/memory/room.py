@@ -247,6 +247,18 @@ class RoomMaker:
             num_blocks -= freed_blocks
         return True
 
+    def swap_out(self, num_bytes: int) -> None:
+        """Evict up to ``num_bytes`` more than there are, while the next victim can return."""
+        while num_bytes > 0:
+            victims = self._cache.policy.victims()
+            item = next((one for one in victims if self._may_go(one)), None)
+            if item is None or not item.can_return:
+                return
+            num_bytes -= self._evict(item, EvictionReason.KV)[0]
+
+    def _may_go(self, item: MemoryItem) -> bool:
+        return not item.is_adapter or self._cache.is_evictable(item, include_waiting=False, keep=BASE_ADAPTER)
+
     def _evict(self, item: MemoryItem, reason: EvictionReason) -> tuple[int, int]:
         """Evict an item. Return freed bytes and blocks: KV may be evicted with an adapter."""
         if isinstance(item, DeviceCopy):

@@ -65,7 +65,7 @@ class KvSwapper:
         self._transfers = transfers
         self._costs = costs
         self._room = room
-        self._coming: set[KvNode] = set()  # their blocks must not be read yet
+        self._coming: dict[KvNode, OpenCopy] = {}  # their blocks must not be read yet
         self._num_leaving = 0  # blocks of copies to the host
         # When the order was last read: blocks at its beginning with copies, and the tree's counts.
         self._num_copied_ahead = 0
@@ -92,7 +92,8 @@ class KvSwapper:
         request, pool, nodes = need.request, self._pool, path[num_found:]
         size = self._tree.block_size
         coming_tokens = range(num_found * size, len(path) * size)
-        if self.is_coming(nodes[0]):  # maybe for another request
+        if self.is_coming(nodes[0]):  # maybe for another request, or for none
+            self._transfers.promote_copy(self._coming[nodes[0]], now_s)
             request.found.coming_tokens = coming_tokens
             return Verdict.LOADING
         if request.found.num_swap_ins == _MAX_SWAP_INS or not self.is_copy_faster(nodes):
@@ -129,17 +130,37 @@ class KvSwapper:
         compute_s = self._costs.compute_s(nodes[0].depth * size, len(nodes) * size)
         return self._costs.copy_s(num_bytes + ahead_bytes) < compute_s
 
-    def copy_in(self, nodes: Sequence[KvNode], block_ids: Sequence[BlockId], now_s: float) -> None:
+    def copy_in(
+        self, nodes: Sequence[KvNode], block_ids: Sequence[BlockId], now_s: float, *, is_demand: bool = True
+    ) -> None:
         """Copy consecutive held nodes that only the host has to ``block_ids``."""
         slots: list[HostSlot] = []
         for node, block_id in zip(nodes, block_ids, strict=True):
             assert node.host_slot is not None, node
             slots.append(node.host_slot)
             self._tree.assign_block(node, block_id)
-        self._coming.update(nodes)
         self._slots.use(nodes)
-        command = KvTransfer(self._transfers.new_id(), Direction.TO_DEVICE, tuple(block_ids), tuple(slots))
-        self._begin(command, nodes, len(nodes), now_s)
+        command = KvTransfer(
+            self._transfers.new_id(), Direction.TO_DEVICE, tuple(block_ids), tuple(slots), is_demand
+        )
+        self._coming.update(dict.fromkeys(nodes, self._begin(command, nodes, len(nodes), now_s)))
+
+    def bring(self, nodes: Sequence[KvNode], now_s: float) -> bool:
+        """Copy consecutive nodes that only the host has, and that no request waits for.
+
+        Returns False if there are too few blocks beside those reserved for growth.
+        """
+        pool = self._pool
+        num_reserved = pool.num_reserved_blocks
+        self._prefixes.hold(nodes)
+        has_room = len(nodes) * pool.block_bytes <= pool.budget.available_bytes
+        block_ids = pool.allocate(len(nodes)) if has_room else None
+        if block_ids is None:
+            self._prefixes.release(nodes)
+            return False
+        self.copy_in(nodes, block_ids, now_s, is_demand=False)
+        pool.reserve_growth(num_reserved)
+        return True
 
     def copy_ahead(self, max_history_blocks: int | None, now_s: float) -> None:
         """Copy the next blocks to be evicted, if too few are free or copied already.
@@ -169,7 +190,8 @@ class KvSwapper:
         """Apply the end of a copy. The blocks and slots of a failed copy are dropped."""
         self._room.num_copied_blocks -= copy.num_pinned_blocks
         if copy.direction is Direction.TO_DEVICE:
-            self._coming.difference_update(copy.nodes)
+            for node in copy.nodes:
+                del self._coming[node]
             if has_failed:  # with descendants
                 self._prefixes.free(self._tree.drop_content(copy.nodes[0]))
             self._prefixes.release(copy.nodes)
@@ -203,7 +225,7 @@ class KvSwapper:
                 assert node.num_references > 0 and node.block_id == block_id, (copy, node)
         coming = [one.nodes for one in copies if one.direction is Direction.TO_DEVICE]
         leaving = [one.nodes for one in copies if one.direction is Direction.TO_HOST]
-        assert {node for nodes in coming for node in nodes} == self._coming
+        assert {node for nodes in coming for node in nodes} == self._coming.keys()
         assert sum(map(len, coming)) == len(self._coming), "a block comes twice"
         assert sum(map(len, leaving)) == self._num_leaving
         assert sum(one.num_pinned_blocks for one in copies) == self._room.num_copied_blocks
@@ -286,13 +308,14 @@ class KvSwapper:
         num_pinned = num_unreferenced - self._tree.num_unreferenced_blocks
         self._begin(command, nodes, num_pinned, now_s)
 
-    def _begin(self, command: KvTransfer, nodes: Sequence[KvNode], num_pinned: int, now_s: float) -> None:
+    def _begin(self, command: KvTransfer, nodes: Sequence[KvNode], num_pinned: int, now_s: float) -> OpenCopy:
         self._room.num_copied_blocks += num_pinned
         num_bytes = len(nodes) * self._tree.block_bytes
         copy = OpenCopy(
             command=command, part_bytes=(num_bytes,), nodes=tuple(nodes), num_pinned_blocks=num_pinned
         )
         self._transfers.begin(copy, now_s)
+        return copy
 
 
 def _block_id(node: KvNode) -> BlockId:

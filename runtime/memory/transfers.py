@@ -238,11 +238,14 @@ class TransferTable:
         load = self._loads.get(adapter_id)
         if load is None or load.is_demand:
             return
-        load.is_demand = True
-        self._promoted.append(load.transfer_id)
-        self._changed(load, now_s)
+        self._promote(load, now_s)
         if load.is_from_files:
             self._start_next_read(now_s)
+
+    def promote_copy(self, copy: OpenCopy, now_s: float) -> None:
+        """Promote an open copy of KV: a request waits for it now. Others stay as they are."""
+        if not copy.is_demand:
+            self._promote(copy, now_s)
 
     def arrived(self, progress: TransferProgress, now_s: float) -> None:
         """Apply progress on the device. Outdated reports are ignored."""
@@ -312,6 +315,11 @@ class TransferTable:
         unread = [load for load in loads if not load.is_on_host]
         assert (self.reading is None) == (not unread), (self.reading, unread)
         assert self.reading is None or self.reading.load in unread, self.reading
+
+    def _promote(self, transfer: OpenTransfer, now_s: float) -> None:
+        transfer.is_demand = True
+        self._promoted.append(transfer.transfer_id)
+        self._changed(transfer, now_s)
 
     def _changed(self, transfer: OpenTransfer, now_s: float, new_bytes: int = 0) -> None:
         direction = transfer.direction

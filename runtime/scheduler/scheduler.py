@@ -257,7 +257,7 @@ class Scheduler:
 
     def wake_at_s(self) -> float | None:
         """Return when ``schedule`` may decide differently without an event; None = never."""
-        times_s = [self._policy.wake_at_s(), self._queue_time.wake_at_s()]
+        times_s = [self._policy.wake_at_s(), self._queue_time.wake_at_s(), self.memory.wake_at_s]
         if self.forecast is not None:
             times_s.append(self.forecast.wake_at_s())
         return min((time_s for time_s in times_s if time_s is not None), default=None)

@@ -144,6 +144,8 @@ def build_simulated_parts(
         ),
         clock=clock,
     )
+    for facts in adapters:
+        core.adapter_ready(registry.resolve(facts.digest).adapter_id, facts)
     if options.host_adapter_bytes is not None:
         _fill_host(core, adapters)
     return SimulatedParts(core, executor, scheduler, registry)

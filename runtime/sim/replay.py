@@ -143,8 +143,12 @@ class _Run:
         if not self._core.has_work:
             if self._num_sent == len(self._arrivals):
                 return False
-            self._sleep(max(0.0, self._next_arrival_s() - self._clock()))
+            wake_at_s = self._core.wake_at_s()
+            next_s = min(self._next_arrival_s(), math.inf if wake_at_s is None else wake_at_s)
+            self._sleep(max(0.0, next_s - self._clock()))
             self._heard_s = self._clock()
+            if next_s < self._next_arrival_s():
+                self._core.step()  # begins a transfer, perhaps
             return True
         updates = self._core.step(max(0.0, self._deadline_s() - self._clock()))
         now_s = self._clock()

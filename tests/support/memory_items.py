@@ -16,6 +16,10 @@ class Item:
     is_adapter: bool = False
     cost_s: float = 1.0
 
+    @property
+    def can_return(self) -> bool:
+        return self.is_adapter
+
 
 def _cost_s(item: MemoryItem) -> float:
     return item.cost_s if isinstance(item, Item) else 1.0

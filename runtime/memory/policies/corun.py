@@ -8,13 +8,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .facts import MemoryFacts, MemoryRules
+from .facts import MemoryFacts, MemoryRules, Watermarks
 from .policy import MemoryItem
 from .ranked_heap import RankedHeap
 
 DECAY_ARRIVALS = 1000.0  # in which a visit fades to 1/e
 # Smallest frequency of a new block. Without it no block would stay long enough to be found.
 _LEAST_REUSE_SHARE = 0.05
+_WATERMARKS = Watermarks(low=0.70, high=1.0, interval_s=0.1)  # nothing leaves ahead of time
+_MOST_AWAY = 100_000  # items that have left whose uses are remembered
 
 
 @dataclass(slots=True)
@@ -39,10 +41,18 @@ class CorunMemoryPolicy:
     of its prefix. Items without bytes are evicted last. Items that have left are not remembered: on
     traces of adapters, remembering them cost as much as it gained. KV may stay without its
     adapter, because loading the adapter is faster than computing the KV. Each call takes O(log n).
+
+    With the swapper, items that can return are remembered until their next use. They come back in
+    the order of f c / bytes, and rank as if they had been used then with this f.
     """
 
-    def __init__(self, facts: MemoryFacts, *, ties_kv_to_adapter: bool = False) -> None:
-        self.rules = MemoryRules(ties_kv_to_adapter=ties_kv_to_adapter)
+    def __init__(
+        self, facts: MemoryFacts, *, ties_kv_to_adapter: bool = False, has_swapper: bool = False
+    ) -> None:
+        self.rules = MemoryRules(
+            ties_kv_to_adapter=ties_kv_to_adapter, watermarks=_WATERMARKS if has_swapper else None
+        )
+        self._away: dict[MemoryItem, _Uses] = {}  # the oldest first
         self._reload_cost_s = facts.reload_cost_s
         self._kv_reuse_share = facts.kv_reuse_share
         self._floor = 0.0
@@ -56,11 +66,8 @@ class CorunMemoryPolicy:
         self._use(item)
 
     def offer(self, item: MemoryItem) -> None:
-        uses = self._uses.get(item) or self._use(item)
-        cost_s = self._reload_cost_s(item)
-        assert cost_s > 0, (item, cost_s)
-        density = uses.frequency * cost_s / item.num_bytes if item.num_bytes else math.inf
-        uses.rank = uses.floor + density
+        uses = self._uses.get(item) or self._return(item) or self._use(item)
+        uses.rank = uses.floor + self._density(item, uses.frequency)
         self._offered.push(item, uses.rank)
 
     def withdraw(self, item: MemoryItem) -> None:
@@ -68,6 +75,7 @@ class CorunMemoryPolicy:
 
     def remove(self, item: MemoryItem) -> None:
         uses = self._uses.pop(item, None)
+        self._remember(item, uses)
         if uses is None:
             return
         if uses.rank is not None:  # else it was in use until now, and no victim
@@ -81,11 +89,42 @@ class CorunMemoryPolicy:
     def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         return self._offered.ranked(is_adapter)
 
+    def returns(self) -> Iterator[MemoryItem]:
+        return iter(sorted(self._away, key=self._away_density, reverse=True))
+
+    def _away_density(self, item: MemoryItem) -> float:
+        return self._density(item, self._faded(self._away[item]))
+
+    def _density(self, item: MemoryItem, frequency: float) -> float:
+        cost_s = self._reload_cost_s(item)
+        assert cost_s > 0, (item, cost_s)
+        return frequency * cost_s / item.num_bytes if item.num_bytes else math.inf
+
+    def _faded(self, uses: _Uses) -> float:
+        return uses.frequency * math.exp((uses.arrival - self._num_arrivals) / DECAY_ARRIVALS)
+
+    def _remember(self, item: MemoryItem, uses: _Uses | None) -> None:
+        """Remember the uses of an item that leaves, if it can return and the swapper is on."""
+        if self.rules.watermarks is None:
+            return
+        self._away.pop(item, None)
+        if uses is not None and item.can_return:
+            self._away[item] = uses
+            if len(self._away) > _MOST_AWAY:
+                del self._away[next(iter(self._away))]
+
+    def _return(self, item: MemoryItem) -> _Uses | None:
+        """Return the uses of an item that came back without a visit, if they are remembered."""
+        away = self._away.pop(item, None)
+        if away is not None:
+            self._uses[item] = _Uses(self._faded(away), self._num_arrivals, self._floor)
+        return self._uses.get(item)
+
     def _use(self, item: MemoryItem) -> _Uses:
+        self._away.pop(item, None)
         last = self._uses.get(item)
         if last is not None:
-            num_since = self._num_arrivals - last.arrival
-            frequency = 1.0 + last.frequency * math.exp(-num_since / DECAY_ARRIVALS)
+            frequency = 1.0 + self._faded(last)
         elif item.is_adapter:
             frequency = 1.0
         else:

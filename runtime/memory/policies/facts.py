@@ -1,8 +1,8 @@
 """Facts for memory policies, and the rules of a memory besides eviction order. Plain data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from .policy import MemoryItem, MemoryPolicy
 
@@ -18,6 +18,15 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Watermarks:
+    """The shares of the memory that its use is kept between."""
+
+    low: float  # below, what has left comes back
+    high: float  # above, what is idle leaves
+    interval_s: float  # between two looks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRules:
     """The rules of a memory under this policy, apart from the order of evictions."""
 
@@ -25,6 +34,7 @@ class MemoryRules:
     keeps_history: bool = True  # KV of requests that have ended
     ties_kv_to_adapter: bool = True  # no KV is on the device without its adapter
     is_split: bool = False  # blocks and adapters have separate memory
+    watermarks: Watermarks | None = None  # None = nothing is moved but for requests
 
 
 class RankingPolicy(MemoryPolicy, Protocol):
@@ -40,4 +50,16 @@ class RankingPolicy(MemoryPolicy, Protocol):
     @property
     def rules(self) -> MemoryRules:
         """The rules, which never change."""
+        ...
+
+
+@runtime_checkable
+class SwappingPolicy(RankingPolicy, Protocol):
+    """A policy with watermarks. It also ranks items that have left the device."""
+
+    def returns(self) -> Iterator[MemoryItem]:
+        """Yield remembered items that are away and can return, the first to return first.
+
+        No other method is called meanwhile.
+        """
         ...

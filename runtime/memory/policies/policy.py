@@ -13,6 +13,11 @@ class MemoryItem(Protocol):
     @property
     def is_adapter(self) -> bool: ...
 
+    @property
+    def can_return(self) -> bool:
+        """Whether it can be copied to the device again after it has left."""
+        ...
+
 
 class MemoryPolicy(Protocol):
     """Ranks evictable items. The memory decides which items are evictable."""

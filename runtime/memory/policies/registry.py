@@ -1,18 +1,15 @@
 """Memory policies by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 
-from ...policy_text import check_options, parse_policy
+from ...policy_text import check_options, check_switches, parse_policy
 from .corun import CorunMemoryPolicy
 from .facts import MemoryFacts, RankingPolicy
 from .lru import LruPolicy
 
-_CORE: Mapping[str, Callable[[MemoryFacts], RankingPolicy]] = {
-    "corun": CorunMemoryPolicy,
-    "lru": lambda _: LruPolicy(),
-}
 _SPLITS = "static-split"
-MEMORY_POLICIES = (*_CORE, "chameleon", "libra", _SPLITS, "discard-idle", "slora")
+MEMORY_POLICIES = ("corun", "lru", "chameleon", "libra", _SPLITS, "discard-idle", "slora")
 
 
 def memory_policy_maker(text: str, flag: str = "--memory-policy") -> Callable[[MemoryFacts], RankingPolicy]:
@@ -21,17 +18,20 @@ def memory_policy_maker(text: str, flag: str = "--memory-policy") -> Callable[[M
     Raises ``ConfigError`` that names ``flag`` for an unknown name or a wrong option.
     """
     name, options = parse_policy(text, MEMORY_POLICIES, flag)
+    if name == "corun":
+        check_switches(name, options, ("swapper",), flag)
+        return partial(CorunMemoryPolicy, has_swapper=bool(options.get("swapper")))
     if name == "chameleon":
         from ..papers.chameleon import chameleon_maker
 
         return chameleon_maker(options, flag)
-    check_options(name, options, (), flag)
-    if name in _CORE:
-        return _CORE[name]
     if name == "libra":
-        from ..papers.libra import make_libra
+        from ..papers.libra import libra_maker
 
-        return make_libra
+        return libra_maker(options, flag)
+    check_options(name, options, (), flag)
+    if name == "lru":
+        return lambda _: LruPolicy()
     from ..papers.baselines import BASELINES
 
     return lambda _: LruPolicy(BASELINES[name])

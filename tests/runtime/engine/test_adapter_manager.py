@@ -49,6 +49,7 @@ class FakeDevice:
         self.places: dict[HostPlaceId, str | None] = {}  # with their contents
         self.forgotten: list[str] = []
         self.pinned: dict[AdapterId, int] = {}  # bytes
+        self.ready: dict[AdapterId, int] = {}  # bytes
         self.most_pinned_bytes = 250
 
     def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None:
@@ -59,6 +60,9 @@ class FakeDevice:
 
     def pin_adapter(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
         self.pinned[adapter_id] = facts.num_bytes
+
+    def adapter_ready(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
+        self.ready[adapter_id] = facts.num_bytes
 
     def unpin_adapter(self, adapter_id: AdapterId) -> None:
         self.pinned.pop(adapter_id, None)
@@ -252,7 +256,7 @@ def test_a_name_is_pinned_whatever_its_version(
     add(manager, files, "d1")
     pin(manager, "a")
     old_id = manager.resolve("a").adapter_id
-    assert device.pinned == {old_id: 100}
+    assert device.pinned == device.ready == {old_id: 100}
     manager.acquire(old_id)
     add(manager, files, "d2", path="/b")
     assert device.pinned == {manager.resolve("a").adapter_id: 100}, "the old one only drains"

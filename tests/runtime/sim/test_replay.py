@@ -44,6 +44,13 @@ def lengths(replayed: Replayed) -> list[int]:
     return [record.num_output_tokens for record in replayed.records]
 
 
+@pytest.mark.parametrize(("policy", "is_cold"), [("libra", False), ("libra:swapper=0", True)])
+def test_an_idle_engine_loads_adapters_that_nothing_asked_for_yet(policy: str, is_cold: bool) -> None:
+    two = workload((0.0, 0, 700, 3), (5.0, 1, 700, 3))
+    first, second = simulate(A40, two, SimulationOptions(memory_policy=policy)).records
+    assert first.is_cold and second.is_cold is is_cold
+
+
 def test_a_request_alone_takes_what_its_load_and_its_steps_take() -> None:
     (record,) = simulate(A40, workload((3.0, 0, 700, 3)), SimulationOptions()).records
     # Rank 8 is 12 MiB, for which the first layer waits.

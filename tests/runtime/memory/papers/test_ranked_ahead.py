@@ -12,6 +12,12 @@ from support.memory_items import Item
 class Counting(LruPolicy):
     num_rankings = 0
 
+    def returns(self) -> Iterator[MemoryItem]:
+        return iter(())
+
+    def worth(self, item: MemoryItem) -> float:
+        return self._last_use[item]
+
     def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         self.num_rankings += 1
         return super().victims(is_adapter)
@@ -38,7 +44,7 @@ class Ranked:
 
 
 def test_who_asks_for_blocks_does_not_change_what_goes_first_of_all() -> None:
-    policy = RankedAhead(LruPolicy(), 3)
+    policy = RankedAhead(Counting(), 3)
     adapters = [Item(f"{index}", is_adapter=True) for index in range(3)]
     blocks = [Item(f"{index}") for index in range(6)]
     for item in (*adapters, *blocks):
@@ -82,3 +88,22 @@ def test_who_cannot_be_taken_is_named_once_and_does_not_hide_the_others() -> Non
         assert item is ranked.items[number]
         ranked.policy.remove(item)
     assert ranked.names() == "039"
+
+
+def test_an_item_that_a_victim_exposes_goes_next_unless_it_is_worth_more() -> None:
+    ranked = Ranked(8)
+    parents = [Item("p"), Item("q"), Item("r")]
+    for parent in parents[:2]:
+        ranked.inner.visit(parent, 0.0)
+        ranked.inner._last_use[parent] = -1
+    assert ranked.evict() == "0"
+    ranked.policy.offer(parents[0])
+    assert ranked.names() == "p1234567"
+    assert ranked.evict() == "p"
+    ranked.policy.offer(parents[1])
+    ranked.policy.withdraw(parents[1])
+    ranked.policy.offer(parents[1])
+    assert ranked.names()[0] == "1", "it was offered at another time"
+    assert ranked.evict() == "1"
+    ranked.policy.offer(parents[2])
+    assert ranked.names().startswith("2") and ranked.names().endswith("r")

@@ -14,7 +14,7 @@ from corun.runtime.memory.policies.registry import MEMORY_POLICIES, make_memory_
 from hypothesis import given, settings
 from support.memory_items import Item, facts_of
 
-every_policy = pytest.mark.parametrize("name", MEMORY_POLICIES)
+every_policy = pytest.mark.parametrize("name", [*MEMORY_POLICIES, "corun:swapper=1", "libra:costs=0"])
 both_kinds = pytest.mark.parametrize("is_adapter", [False, True])
 
 
