@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from corun.profiles.link import Direction
+from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.plan import KvTransfer
 from support.cold_engine import Answer, ColdEngine
 from support.cold_parity import check, make_case
 from support.parity import VOCAB_SIZE, ParityCase
 from support.residue import held
+from support.scheduling import loads_of
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -28,7 +30,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 
 
 def make_engine(
-    case: ParityCase, directory: Path, dtype: torch.dtype, link_gib_per_s: float = 1.0
+    case: ParityCase,
+    directory: Path,
+    dtype: torch.dtype,
+    link_gib_per_s: float = 1.0,
+    memory_policy: str = "lru",
 ) -> ColdEngine:
     """The link is configured as fast, otherwise nothing would be copied back."""
     return ColdEngine(
@@ -37,7 +43,7 @@ def make_engine(
         directory,
         delta_backend="numpy",
         load_strategy="async_load",
-        memory_policy="lru",
+        memory_policy=memory_policy,
         dtype=str(dtype).removeprefix("torch."),
         link_gib_per_s=link_gib_per_s,
         memory_gib=NUM_BLOCKS * case.kv_block_bytes(4, dtype) * 2 / 2**30,
@@ -99,6 +105,32 @@ def test_turns_whose_prefix_was_away(case: ParityCase, engine: ColdEngine) -> No
     assert num_brought > NUM_SESSIONS * 5, "most of what sessions had came back"
     assert engine.num_host_cached_tokens >= num_brought
     engine.check_nothing_is_held()
+
+
+def test_adapters_and_kv_come_back_while_the_engine_is_idle(case: ParityCase, tmp_path: Path) -> None:
+    names = [name for name in ADAPTERS if name]
+    with make_engine(case, tmp_path, torch.float32, memory_policy="libra") as engine:
+        engine.run_until(lambda: all(engine.state(name) is AdapterState.RESIDENT for name in names))
+        assert not any(one.is_demand for plan in engine.plans for one in loads_of(plan)), "none is asked for"
+        prompts = prompts_of_sessions()
+        for turn in range(2):
+            for number, prompt in enumerate(prompts):
+                answer = engine.ask(ADAPTERS[number % len(ADAPTERS)], prompt)
+                check_nearly(case, engine.run(), torch.float32)
+                prompts[number] = [*prompt, *answer.token_ids, 5, 6, 7 + turn]
+        engine.unregister("rs")
+        engine.unregister("one")
+        memory = engine.scheduler.memory
+        engine.run_until(lambda: memory.wake_at_s is None and not engine.scheduler.has_work())
+        assert any(not one.is_demand for one in copies(engine, Direction.TO_DEVICE))
+        num_host_cached = engine.num_host_cached_tokens
+        num_demands = sum(one.is_demand for one in copies(engine, Direction.TO_DEVICE))
+        for number, prompt in enumerate(prompts):
+            if ADAPTERS[number % len(ADAPTERS)] in (None, "plain"):
+                engine.ask(ADAPTERS[number % len(ADAPTERS)], prompt)
+                check_nearly(case, engine.run(), torch.float32)
+        assert engine.num_host_cached_tokens == num_host_cached, "nothing had to be waited for"
+        assert sum(one.is_demand for one in copies(engine, Direction.TO_DEVICE)) == num_demands
 
 
 def test_sessions_side_by_side(case: ParityCase, engine: ColdEngine) -> None:
