@@ -157,8 +157,9 @@ class EngineConfig:
         metavar="POLICY",
         help="Chooses which adapters and which KV of finished requests leave the device first. "
         f"One of {', '.join(MEMORY_POLICIES)}. chameleon takes weights: "
-        "chameleon:frequency=0.45,recency=0.1,size=0.45. libra has parts that can be switched off: "
-        "libra:dependencies=0,costs=0,reward=0,swapper=0.",
+        "chameleon:frequency=0.45,recency=0.1,size=0.45. Parts of libra can be switched off: "
+        "libra:dependencies=0,costs=0,reward=0,swapper=0. corun:swapper=1 brings back adapters and KV "
+        "while memory is idle.",
         check=memory_policy_maker,
     )
     adapter_memory_fraction: float | None = option(

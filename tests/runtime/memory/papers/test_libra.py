@@ -5,7 +5,9 @@ import math
 import weakref
 
 import pytest
-from corun.runtime.memory.papers.libra import LibraPolicy
+from corun.runtime.errors import ConfigError
+from corun.runtime.memory.papers.libra import WATERMARKS, LibraPolicy
+from corun.runtime.memory.policies.registry import make_memory_policy
 from support.memory_items import Item, facts_of
 
 TAU_S = 600.0
@@ -110,3 +112,57 @@ def test_an_adapter_that_is_away_for_long_is_let_go() -> None:
         policy.visit(busy, 10.0 * turn)
     gc.collect()
     assert reference() is None
+
+
+def test_what_can_return_is_remembered_and_comes_back_by_its_benefit() -> None:
+    policy = LibraPolicy(facts_of())
+    adapter, other, block = Item("a", is_adapter=True), Item("b", is_adapter=True), Item("c")
+    for item in (adapter, other, other, block):
+        policy.visit(item, 0.0)
+    for item in (adapter, other, block):
+        policy.offer(item)
+        policy.remove(item)
+    assert list(policy.returns()) == [other, adapter], "no copy of the block is left"
+    policy.offer(other)
+    assert list(policy.returns()) == [adapter] and names_of(policy) == ["b"]
+
+
+def test_variants_by_name() -> None:
+    """FastLibra-WOM, -WOS and -WOL (sections 6.6 to 6.8), and no swapper at all."""
+    whole = make_memory_policy("libra", facts_of())
+    assert whole.rules.ties_kv_to_adapter and whole.rules.watermarks == WATERMARKS
+    assert not make_memory_policy("libra:dependencies=0", facts_of()).rules.ties_kv_to_adapter
+    assert make_memory_policy("libra:swapper=0,reward=1", facts_of()).rules.watermarks is None
+    for part, names in (("costs", ["dear", "new"]), ("reward", ["new", "dear"])):
+        policy = make_memory_policy(f"libra:{part}=0", facts_of())
+        dear, new = Item("dear", cost_s=9.0), Item("new")
+        policy.visit(dear, 0.0)
+        policy.visit(new, 1.0)
+        policy.offer(dear)
+        policy.offer(new)
+        assert [item.name for item in policy.victims() if isinstance(item, Item)] == names
+
+
+def test_without_the_reward_adapters_rank_by_equation_5_alone() -> None:
+    policy = LibraPolicy(facts_of(mean_batch_size=50.0), ["reward"])
+    for index in range(9):
+        away = Item(f"{index}", is_adapter=True)
+        policy.visit(away, 0.0)
+        policy.remove(away)
+    for item in (Item("block", cost_s=1.5), Item("adapter", is_adapter=True)):
+        policy.visit(item, 0.0)
+        policy.offer(item)
+    assert names_of(policy) == ["adapter", "block"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("libra:swapper=2", "--memory-policy: libra has swapper=2, must be 0"),
+        ("libra:cost=0", "--memory-policy: libra has no option 'cost'; its options are dependencies, costs"),
+        ("corun:swapper=0.5", "--memory-policy: corun has swapper=0.5, must be 0"),
+    ],
+)
+def test_options_that_there_are_not(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_memory_policy(text, facts_of())

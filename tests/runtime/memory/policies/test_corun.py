@@ -148,3 +148,32 @@ def test_a_new_block_is_worth_as_much_as_others_were_found(share: float, cost_s:
 def test_the_rule_for_blocks_without_adapter_may_be_on() -> None:
     assert not CorunMemoryPolicy(facts_of()).rules.ties_kv_to_adapter
     assert CorunMemoryPolicy(facts_of(), ties_kv_to_adapter=True).rules.ties_kv_to_adapter
+
+
+def test_with_the_swapper_what_left_comes_back_by_its_uses_and_ranks_by_them() -> None:
+    policy = CorunMemoryPolicy(facts_of(), has_swapper=True)
+    once, twice, new = (Item(name, is_adapter=True) for name in ("once", "twice", "new"))
+    block, lasting = Item("block"), Item("lasting", is_adapter=True, cost_s=9.0)
+    for item in (once, twice, twice, lasting):
+        policy.visit(item, 0.0)
+    for item in (once, twice, block, lasting):
+        policy.offer(item)
+    arrive(policy, 100)
+    for item in (once, twice, block):
+        policy.remove(item)
+    assert list(policy.returns()) == [twice, once], "no copy of the block is left"
+    policy.offer(twice)
+    policy.visit(once, 0.0)
+    assert list(policy.returns()) == []
+    policy.offer(once)
+    policy.offer(new)
+    # The two uses of ``twice`` have faded, to less than 2 and more than 1.
+    assert names_of(policy) == ["once", "new", "twice", "lasting"]
+
+
+def test_without_the_swapper_nothing_is_remembered() -> None:
+    policy = make()
+    item = Item("item", is_adapter=True)
+    policy.visit(item, 0.0)
+    policy.remove(item)
+    assert policy.rules.watermarks is None and list(policy.returns()) == []
