@@ -265,7 +265,7 @@ class EngineCore:
 
     def adapter_ready(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:
         """Let memory load a version while it is idle, before a request names it."""
-        self._scheduler.memory.loads.known[adapter_id] = facts
+        self._scheduler.memory.know(adapter_id, facts)
         self._has_changes = True
 
     def check_pin(self, num_bytes: int, other_bytes: int, replaced: AdapterId | None) -> None:

@@ -7,6 +7,7 @@ is free here as soon as the eviction is decided.
 
 from collections.abc import Iterable, Sequence
 
+from ..adapter import AdapterFacts
 from ..plan import BASE_ADAPTER, AdapterId, BlockId, HostPlaceId, TransferResult
 from ..request import Request
 from .adapter_cache import AdapterCache, AdapterState
@@ -80,19 +81,7 @@ class DeviceMemory:
         self.relief = MemoryRelief(pool, cache, self.room, host)
         keeps_history = cache.policy.rules.keeps_history
         self._max_history_blocks = max_history_blocks if keeps_history else 0
-        self.swaps: WatermarkSwaps | None = None
-        has_swaps = cache.policy.rules.watermarks is not None
-        if has_swaps and not (host is not None and host.is_device_memory):
-            self.swaps = WatermarkSwaps(
-                pool,
-                cache,
-                self.prefixes,
-                self.room,
-                self.loads,
-                self.transfers,
-                self.swapper,
-                self._max_history_blocks,
-            )
+        self.swaps = self._make_swaps()
         self._evictions: list[AdapterId] = []  # not yet in a plan
         self._asked_evictions: list[AdapterId] = []  # of idle adapters, for the next plan
         self._dropped: dict[AdapterId, None] = {}  # evicted once they are idle
@@ -230,6 +219,10 @@ class DeviceMemory:
         grant.block_ids.clear()
         self.cache.release(grant.adapter_id)
 
+    def know(self, adapter_id: AdapterId, adapter: AdapterFacts) -> None:
+        """Allow loads of a version while memory is idle, before a request names it."""
+        self.loads.known[adapter_id] = adapter
+
     def drop_content(self, digest: str) -> None:
         """Drop from the host a content that no adapter version has any more."""
         if self.host is not None:
@@ -360,6 +353,22 @@ class DeviceMemory:
         assert len(set(own)) == len(own), "a block has two owners"
         assert not shared.intersection(own), "a block of the tree is a request's own"
         assert len(own) + len(shared) == self.pool.num_used_blocks
+
+    def _make_swaps(self) -> WatermarkSwaps | None:
+        """Return the swaps of a policy with watermarks. Host memory needs none where it is read."""
+        is_in_place = self.host is not None and self.host.is_device_memory
+        if self.cache.policy.rules.watermarks is None or is_in_place:
+            return None
+        return WatermarkSwaps(
+            self.pool,
+            self.cache,
+            self.prefixes,
+            self.room,
+            self.loads,
+            self.transfers,
+            self.swapper,
+            self._max_history_blocks,
+        )
 
     def _ready_adapter(self, need: Need, now_s: float) -> Verdict | None:
         """Return None if the request can run now; otherwise load its adapter if there is room."""

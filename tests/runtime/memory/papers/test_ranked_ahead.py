@@ -12,11 +12,15 @@ from support.memory_items import Item
 class Counting(LruPolicy):
     num_rankings = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.worths: dict[MemoryItem, float] = {}  # of those above or below 0
+
     def returns(self) -> Iterator[MemoryItem]:
         return iter(())
 
     def worth(self, item: MemoryItem) -> float:
-        return self._last_use[item]
+        return self.worths.get(item, 0.0)
 
     def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         self.num_rankings += 1
@@ -93,9 +97,7 @@ def test_who_cannot_be_taken_is_named_once_and_does_not_hide_the_others() -> Non
 def test_an_item_that_a_victim_exposes_goes_next_unless_it_is_worth_more() -> None:
     ranked = Ranked(8)
     parents = [Item("p"), Item("q"), Item("r")]
-    for parent in parents[:2]:
-        ranked.inner.visit(parent, 0.0)
-        ranked.inner._last_use[parent] = -1
+    ranked.inner.worths = dict(zip(parents, (-1.0, -1.0, 1.0), strict=True))
     assert ranked.evict() == "0"
     ranked.policy.offer(parents[0])
     assert ranked.names() == "p1234567"
