@@ -73,8 +73,7 @@ class KeptCells:
         write_figures(self._path(cell), cell, figures)
 
     def _path(self, cell: Cell) -> Path:
-        memory_policy = cell.memory_policy and cell.memory_policy.partition(":")[0]
-        digest = self._digests[cell.policy, memory_policy]
+        digest = self._digests[cell.policy, _name_of(cell.memory_policy)]
         return self._folder / f"{cell.name}-{digest}.json"
 
 
@@ -111,7 +110,7 @@ def deciding_files(policy: str, memory_policy: str | None) -> list[Path]:
     """Their paths, in a fixed order."""
     found = {path for pattern in _DECIDING for path in PRODUCT.glob(pattern)}
     # Without prefixes it is ``lru``, or what drops idle adapters.
-    of_memory = _OWN_OF_MEMORY["lru" if memory_policy is None else memory_policy]
+    of_memory = _OWN_OF_MEMORY[_name_of(memory_policy) or "lru"]
     for folder, owned, own in (
         ("runtime/scheduler", _OWN, _OWN[policy]),
         ("runtime/memory", _OWN_OF_MEMORY, of_memory),
@@ -120,6 +119,11 @@ def deciding_files(policy: str, memory_policy: str | None) -> list[Path]:
         found -= _paths(folder, of_all)
         found |= _paths(folder, own)
     return [*sorted(found), _CELLS]
+
+
+def _name_of(memory_policy: str | None) -> str | None:
+    """Without options."""
+    return memory_policy and memory_policy.partition(":")[0]
 
 
 def _paths(folder: str, patterns: Iterable[str]) -> set[Path]:
