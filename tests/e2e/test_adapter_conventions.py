@@ -8,17 +8,21 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from corun import Engine, RequestError, SamplingParams
 from corun.runtime.adapters.checkpoint import WEIGHTS_NAME
 from safetensors.torch import load_file, save_file
 from support.conventions import NUM_EMBEDDINGS, save_adapter, save_base
 from support.serving import Served, wait_until
 
+HELLO = [{"role": "user", "content": "a"}]
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SETTLED_S = 20.0  # two seconds, on a busy machine
 OPTIONS = """
     --cpu-threads 1 --memory-gib 0.1 --max-model-len 128 --dtype float32
@@ -213,9 +217,7 @@ def test_one_folder_under_two_names_is_two_versions(http: httpx.Client, base: Pa
     assert shown(http, "one")["version"] == shown(http, "two")["version"]
 
 
-def test_the_first_request_reads_template_and_weights_also_after_a_restart(
-    base: Path, tmp_path: Path
-) -> None:
+def test_the_first_request_reads_template_and_weights(base: Path, tmp_path: Path) -> None:
     files: dict[str, Any] = {
         "chat_template__jinja": template("y"),
         "tokenizer_config__json": {"eos_token": "c"},
@@ -224,8 +226,7 @@ def test_the_first_request_reads_template_and_weights_also_after_a_restart(
     modules = [f"{name}={adapter(tmp_path / name, **files)}" for name in named.values()]
     by_ids = adapter(tmp_path / "by-ids", added_tokens__json={"<near>": 20})
     modules.append(f"by-ids={by_ids}")
-    options = ("--lora-modules", *modules, "--lora-state-file", str(tmp_path / "state.json"))
-    with Served(str(base), *options, *OPTIONS) as served, served.client() as http:
+    with Served(str(base), "--lora-modules", *modules, *OPTIONS) as served, served.client() as http:
         for ask, name in named.items():
             assert shown(http, name)["version"] == ""
             answer = ask(http, name, return_timing=True)
@@ -238,10 +239,6 @@ def test_the_first_request_reads_template_and_weights_also_after_a_restart(
             "length",
             None,
         )
-        load(http, "kept", tmp_path / "by-chat")
-    with Served(str(base), *options, *OPTIONS) as served, served.client() as http:
-        assert shown(http, "kept")["version"] == ""
-        assert prompt_of(http, "kept") == "ya"
 
 
 @pytest.mark.parametrize(
@@ -348,6 +345,12 @@ def test_files_that_cannot_be_read_refuse_conversations_and_nothing_else(
     _refuses(served, http, "faulty", reason)
 
 
+def engine_of(base: Path, **options: Any) -> Engine:
+    return Engine(
+        model=str(base), cpu_threads=1, memory_gib=0.1, max_model_len=128, dtype="float32", **options
+    )
+
+
 def test_a_base_without_a_template_and_with_two_end_tokens(base: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(base, tmp_path / "base")
     (bare / "chat_template.jinja").unlink(missing_ok=True)
@@ -357,15 +360,15 @@ def test_a_base_without_a_template_and_with_two_end_tokens(base: Path, tmp_path:
     pad = _tokenizer(base, {"content": "<pad>", "id": NUM_EMBEDDINGS})
     own = adapter(tmp_path / "own", chat_template__jinja=template("y"), tokenizer__json=pad)
     none = adapter(tmp_path / "none")
-    modules = ("--lora-modules", f"own={own}", f"none={none}")
-    with Served(str(bare), *modules, *OPTIONS) as served, served.client() as http:
-        assert prompt_of(http, "own") == "ya"
-        refused = chat(http, "none")
-        assert refused.status_code == 400
-        assert "neither adapter 'none' nor the model has a chat template" in refused.text
-        assert ends(complete(http, None)) == ("b", "stop", None)
-        assert ends(complete(http, None, ignore_eos=True))[1] == "length"
-        assert ends(complete(http, None, ">"))[1] == "stop"  # at </s>, of generation_config.json
+    with engine_of(bare, lora_modules=(f"own={own}", f"none={none}")) as engine:
+        assert engine.apply_chat_template(HELLO, "own") == "ya"
+        with pytest.raises(RequestError, match="neither adapter 'none' nor the model has a chat template"):
+            engine.apply_chat_template(HELLO, "none")
+        # The last one ends at </s>, of generation_config.json.
+        params = [GREEDY, replace(GREEDY, ignore_eos=True), GREEDY]
+        outputs = [one.outputs[0] for one in engine.generate(["a", "a", ">"], params)]
+        assert [one.finish_reason for one in outputs] == ["stop", "length", "stop"]
+        assert (outputs[0].text, outputs[0].stop_reason) == ("b", None)
 
 
 def test_templates_of_adapters_can_be_left(base: Path, tmp_path: Path) -> None:
@@ -375,10 +378,10 @@ def test_templates_of_adapters_can_be_left(base: Path, tmp_path: Path) -> None:
         generation_config__json={"eos_token_id": 3},
         tokenizer_config__json="{",
     )
-    options = ("--adapter-templates", "ignore", "--lora-modules", f"a={path}", *OPTIONS)
-    with Served(str(base), *options) as served, served.client() as http:
-        assert prompt_of(http, "a") == "xa"
-        assert ends(complete(http, "a"))[1] == "length"
+    with engine_of(base, adapter_templates="ignore", lora_modules=(f"a={path}",)) as engine:
+        assert engine.apply_chat_template(HELLO, "a") == "xa"
+        (output,) = engine.generate("a", GREEDY, "a")
+        assert output.outputs[0].finish_reason == "length"
 
 
 def test_each_answer_is_of_one_version_however_often_it_changes(

@@ -13,8 +13,7 @@ import pytest
 import torch
 from corun.runtime.demo import chat_prompt, demo_adapters_path
 from safetensors.torch import load_file, save_file
-from support.demo_answers import BASE, Question, ask_all, questions, share_right
-from support.overflow import make_overflowing
+from support.demo_answers import Question, ask_all
 from support.serving import Served, wait_until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -204,35 +203,3 @@ def test_wrong_adapters_are_refused(server: Served, tmp_path: Path, case: str) -
 def assert_message(answer: httpx.Response, pattern: str) -> None:
     message = answer.json()["error"]["message"]
     assert re.search(pattern, message, re.DOTALL), message
-
-
-def test_an_overflowing_adapter_fails_alone(server: Served, tmp_path: Path) -> None:
-    """Its requests fail; those beside it, and those that get its KV blocks later, do not."""
-    assert load(server, "overflowing", make_overflowing(tmp_path / "huge")).status_code == 200
-    body = {"model": "overflowing", "prompt": chat_prompt("hello there"), "max_tokens": 5}
-    good = [
-        question
-        for task in ("upper", "vowels", "reverse", "add")
-        for question in questions(task, task, 4, seed=5)
-    ]
-    expected = ask_all(server.url, good)
-    assert share_right(good, expected) >= 0.8
-    failures: list[httpx.Response] = []
-    threads = [
-        threading.Thread(target=lambda: failures.append(server.post("/v1/completions", body)))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    beside = ask_all(server.url, good)
-    for thread in threads:
-        thread.join()
-    assert len(failures) == 4
-    for failure in failures:
-        assert failure.status_code == 500
-        assert_message(failure, "finite")
-    assert beside == expected
-    assert ask_all(server.url, good) == expected
-    assert ask(server, BASE) == "You said: hello"
-    assert server.post(UNLOAD, {"lora_name": "overflowing"}).status_code == 200
-    assert httpx.get(server.url + "/health").status_code == 200

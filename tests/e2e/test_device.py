@@ -13,6 +13,7 @@ import pytest
 import torch
 from corun import Engine, LoRARequest, SamplingParams
 from corun.gpu.coexec.invocation import Invocation
+from corun.gpu.lora.adapter_layout import GroupKey
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.errors import ConfigError, RequestError
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
@@ -52,7 +53,17 @@ def cold_engine(
         yield engine
 
 
-@pytest.mark.parametrize("strategy", [None, *LoadStrategy])
+# On the CPU tests/parity/test_coexecution.py and test_coexecution_faults.py ask for the same.
+_REPEATED = () if torch.cuda.is_available() else (pytest.mark.full,)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(one, marks=() if one is LoadStrategy.ASSISTED else _REPEATED)
+        for one in (None, *LoadStrategy)
+    ],
+)
 def test_cold_adapters_under_every_strategy(
     cold_engine: ColdEngine, case: ParityCase, strategy: LoadStrategy | None
 ) -> None:
@@ -74,20 +85,21 @@ def test_cold_adapters_under_every_strategy(
 class KillOnce:
     """Kills the worker in the middle of an assisted pass, after x was sent to it."""
 
-    def __init__(self, engine: ColdEngine) -> None:
-        self.worker = engine.processes[1]
+    def __init__(self, engine: ColdEngine, key: GroupKey) -> None:
+        self.worker, self.key = engine.processes[1], key
         self.has_killed = False
 
     def __call__(self, invocation: Invocation) -> None:
-        if invocation.key == (2, 1) and not self.has_killed:
+        if invocation.key == self.key and not self.has_killed:
             self.has_killed = True
             self.worker.send_signal(signal.SIGKILL)
 
 
-def test_a_worker_that_is_killed(cold_engine: ColdEngine, case: ParityCase) -> None:
+@pytest.mark.parametrize("key", [pytest.param((2, 1), marks=_REPEATED)])
+def test_a_worker_that_is_killed(cold_engine: ColdEngine, case: ParityCase, key: GroupKey) -> None:
     cold_engine.wait_workers()
     before = cold_engine.core.stats()
-    kill = KillOnce(cold_engine)
+    kill = KillOnce(cold_engine, key)
     with cold_engine.watched_sends(kill), cold_engine.chunks(split_at(NUM_LAYERS, 16)):
         for name, prompt in zip([None, *NAMES], prompts(4, seed=41), strict=True):
             cold_engine.ask(name, prompt)

@@ -122,7 +122,7 @@ def answers(engine: Engine, wide: LoRARequest) -> list[list[float]]:
         ("bfloat16", "numba", 0.0),
         # Libraries divide a sum by the number of threads, as they do by the number of rows.
         ("float32", "onednn", 1e-4),
-        ("float32", "plain", 1e-4),
+        pytest.param("float32", "plain", 1e-4, marks=pytest.mark.full),
     ],
 )
 def test_answers_do_not_depend_on_the_number_of_threads(

@@ -144,7 +144,12 @@ def test_what_is_loaded_over_http_survives_a_restart(folder: Path, tmp_path: Pat
         "--lora-state-file",
         str(tmp_path / "state.json"),
     )
-    loads = {"team/new": folder / "good", "gone": folder / "early", "bad-later": tmp_path / "bad"}
+    loads = {
+        "team/new": folder / "good",
+        "gone": folder / "early",
+        "bad-later": tmp_path / "bad",
+        "own": folder / "own",
+    }
     shutil.copytree(folder / "good", tmp_path / "bad")
     with Served(*options) as served, served.client() as http:
         for name, path in loads.items():
@@ -153,7 +158,11 @@ def test_what_is_loaded_over_http_survives_a_restart(folder: Path, tmp_path: Pat
         http.post("/v1/unload_lora_adapter", json={"lora_name": "gone"})
     shutil.rmtree(tmp_path / "bad")
     with Served(*options) as served, served.client() as http:
-        assert _adapter(http, "given")["version"] == ""
+        assert _adapter(http, "given")["version"] == _adapter(http, "own")["version"] == ""
+        message = {"role": "user", "content": "bye", "name": "hello"}
+        body = {"model": "own", "messages": [message], "temperature": 0, "max_tokens": 10}
+        choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        assert choice["message"]["content"].startswith("HE")  # by its template, as before
         found = _adapter(http, "team/new")
         assert found["pinned"] and found["version"] != ""
         assert _ask(http, "team/new").status_code == 200

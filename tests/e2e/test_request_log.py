@@ -170,19 +170,19 @@ def test_requests_that_are_refused(logged: Logged) -> None:
     assert logged.counts() - before == Counter(refused=4)
 
 
-def test_an_engine_that_is_killed(tmp_path: Path) -> None:
-    logged = Logged(tmp_path / "log")
-    with logged.server as server:
-        threads = [
-            threading.Thread(target=server.post, args=("/v1/completions", LONG | {"n": n})) for n in (2, 1)
-        ]
-        for thread, state in zip(threads, ((2, 0), (2, 1)), strict=True):  # in this order
-            thread.start()
-            wait_until(partial(logged.has, state), timeout_s=60.0)
-        server.engine.send_signal(signal.SIGKILL)
-        for thread in threads:
-            thread.join()
-        server.process.wait(20)
+def test_an_engine_that_is_killed(logged: Logged) -> None:
+    """The last test: the server ends with it."""
+    server = logged.server
+    threads = [
+        threading.Thread(target=server.post, args=("/v1/completions", LONG | {"n": n})) for n in (2, 1)
+    ]
+    for thread, state in zip(threads, ((2, 0), (2, 1)), strict=True):  # in this order
+        thread.start()
+        wait_until(partial(logged.has, state), timeout_s=60.0)
+    server.engine.send_signal(signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    server.process.wait(20)
     for record in logged.next(2):
         assert (record["outcome"], record["error"], record["status"]) == ("error", "engine_dead", 503)
         assert {reason for reason, _ in ends(record)} == {"error"}

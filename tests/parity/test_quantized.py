@@ -52,8 +52,17 @@ def test_cold_adapters(split_layer: int, tmp_path: Path) -> None:
     check_cold_starts(case, case.directory, tmp_path, split_layer=split_layer, quantization="int8")
 
 
-@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        ("qwen2_5_vl", "gptq"),
+        ("llava", "compressed-tensors"),
+        ("qwen3_vl", "gptq"),
+        pytest.param("qwen2_5_vl", "compressed-tensors", marks=pytest.mark.full),
+        pytest.param("llava", "gptq", marks=pytest.mark.full),
+        pytest.param("qwen3_vl", "compressed-tensors", marks=pytest.mark.full),
+    ],
+)
 def test_stored_integers_of_wrappers(model_type: str, method: str, tmp_path: Path) -> None:
     """Their files have other names than their modules, and linears of a tower in integers, too."""
     specs = (AdapterSpec("regex", {"target_modules": r".*language_model.*\.(q_proj|up_proj)"}),)

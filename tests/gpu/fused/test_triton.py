@@ -13,11 +13,16 @@ pytest.importorskip("triton")
 
 # Norms, gated activations, rotations and layers that are replaced.
 MODELS = {
-    "qwen3": [9, 2, 2, 2],
-    "gemma2": [9, 2, 2, 2],
+    "gemma3": [13, 2, 2, 2],  # norms of queries and keys, and norms around sums
     "other": [4, 2, 1, 1],  # a Llama some modules of which compute something else
 }
-GATED = {"llama3-rope": [5, 2, 2, 2], "phi3": [5, 2, 2, 2], "gemma3": [13, 2, 2, 2], "granite": [5, 2, 2, 2]}
+GATED = {
+    "qwen3": [9, 2, 2, 2],
+    "gemma2": [9, 2, 2, 2],
+    "llama3-rope": [5, 2, 2, 2],
+    "phi3": [5, 2, 2, 2],
+    "granite": [5, 2, 2, 2],
+}
 OTHER_FORMS = {
     "olmo2": [9, 2, 0, 2],
     "cohere": [0, 2, 0, 0],
