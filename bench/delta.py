@@ -13,18 +13,16 @@ last-level cache.
 The tokens per core follow from the curve (time against tokens, per rank): the most that take no
 longer than ``--layer-us``, the accelerator's time for its part. The last line is JSON.
 
-    python bench/delta.py [--backend auto] [--pairs 9] [--picture delta.png] [--curve-json FILE]
+    python bench/delta.py [--backend auto] [--pairs 9]
 """
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from corun.cpu_workers.deltas.measure import measure
@@ -118,29 +116,6 @@ def _tokens_within(limit_us: float, tokens: Sequence[int], times_us: Sequence[fl
     return tokens[-1]
 
 
-def draw(curve: dict[str, Any], layer_us: float, path: Path) -> None:
-    """Time against tokens, measured and counted, as a picture."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7.5, 5), layout="constrained")
-    for rank, lines in curve["ranks"].items():
-        (line,) = axes.plot(curve["tokens"], lines["time_us"], marker="o", label=f"rank {rank}")
-        axes.plot(curve["tokens"], lines["floor_us"], "--", color=line.get_color(), linewidth=1)
-    axes.axhline(layer_us, color="grey", linewidth=1, label="accelerator's part meanwhile")
-    axes.plot([], [], "--", color="black", linewidth=1, label="floor by count")
-    axes.set(xscale="log", yscale="log", xlabel="tokens of a job", ylabel="time in microseconds")
-    axes.set_title("One core, deltas of q, k, v")
-    axes.set_xticks(curve["tokens"], labels=[str(t) for t in curve["tokens"]])
-    axes.minorticks_off()
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def _alone(cpu: int | None) -> int:
     """Run on one CPU with one thread per library, which each reads as it is loaded."""
     if os.environ.get("OMP_NUM_THREADS") != "1":
@@ -163,8 +138,6 @@ def main() -> None:
         "--jobs", type=int, default=64, help="jobs per measurement, of which the median counts"
     )
     parser.add_argument("--layer-us", type=float, default=300.0)
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--curve-json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     options = parser.parse_args()
     cpu = _alone(options.cpu)
@@ -182,11 +155,7 @@ def main() -> None:
     for rank in shapes.ranks:
         figures[f"rank_{rank}"], holds = measure_rank(shapes, rank, deltas, peak, options)
         bounds[f"rank {rank}: at least {BOUND} of the bare rate"] = holds
-    curve = figures["curve"] = measure_curve(shapes, deltas, peak, options)
-    if options.curve_json:
-        options.curve_json.write_text(json.dumps(curve))
-    if options.picture:
-        draw(curve, options.layer_us, options.picture)
+    figures["curve"] = measure_curve(shapes, deltas, peak, options)
     settings = {key: getattr(options, key) for key in ("backend", "pairs", "jobs", "layer_us")}
     report("delta", asdict(shapes) | settings, figures, bounds)
 

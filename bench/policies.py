@@ -18,7 +18,7 @@ Results of a cell are stored under a digest of the code that decides them, so an
 continues. The last line is JSON.
 
     python bench/policies.py [--full] [--traces DIR] [--only cells accuracy limits]
-        [--cells S1@1.1 S3@1.0] [--policies corun slora] [--seeds 3] [--picture policies.png]
+        [--cells S1@1.1 S3@1.0] [--policies corun slora] [--seeds 3]
     python bench/policies.py --memory [--full] [--cells mooncake-8@1.4 zipf@7.5@a40-llama8b-link3]
 """
 
@@ -42,7 +42,6 @@ from replays import verdicts
 from replays.cells import ACCURACY, BASELINE, MEMORY, POLICIES, Cell, machine_of
 from replays.kept import KeptCells
 from replays.loads import Search, largest_rate, search_together
-from replays.picture import draw
 from replays.runner import Runner
 from replays.settings import (
     ACCURACY_SETTINGS,
@@ -101,8 +100,6 @@ def _run(options: argparse.Namespace) -> None:
         limited = [recipe for recipe in LIMITED_RECIPES if recipe in recipes]
         if "limits" not in options.only:
             limited = []
-        if options.picture is not None:
-            _make(options.picture.parent)
         runs = _runs(options, settings, policies)
         _announce(options, len(runs), len(recipes) + len(limited))
         units, largest = _loads(options, list(recipes), limited, runner)
@@ -243,9 +240,6 @@ def _report(
         print(f"{'holds' if is_held else 'FAILS'}  {name}: {share:.3%}")
     for name, load in largest.items():
         print(f"{LIMITED_POLICY} bears {load:.2f} times what {BASELINE} bears in {name}")
-    if options.picture is not None and any(policy == BASELINE for _, policy in results):
-        names = ", ".join(f"{recipe}: {machine}" for recipe, machine in machines.items())
-        draw(results, options.picture, f"First tokens, simulated ({names}); 90 % intervals")
     report("policies", _workload(options), figures, bounds)
 
 
@@ -298,8 +292,8 @@ def _chosen(options: argparse.Namespace) -> tuple[list[Setting], list[str]]:
     if options.seeds is None:
         fewer_seeds = _DEFAULT_MEMORY_SEEDS if options.memory else _DEFAULT_SEEDS
         options.seeds = _FULL_SEEDS if options.full else fewer_seeds
-    if options.memory and (options.only is not None or options.picture is not None):
-        raise ConfigError("--only and --picture say nothing of --memory: leave them out")
+    if options.memory and options.only is not None:
+        raise ConfigError("--only says nothing of --memory: leave it out")
     if options.only is None:
         options.only = list(_PARTS if options.full else _PARTS[:1])
     for name in ("seeds", "requests", "processes"):
@@ -352,7 +346,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--traces", metavar="DIR", help="directory of trace files (default: CORUN_TRACES)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 2, help="number in parallel")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="directory of stored cells")
-    parser.add_argument("--picture", type=Path, help="write a PNG")
     return parser.parse_args()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import policies
 import pytest
-from corun.runtime.sim.figures import Figures, alone_s
+from corun.runtime.sim.figures import Figures
 from paired import Ratio
 from replays import kept, verdicts
 from replays.cells import BASELINE, MEMORY, POLICIES, Cell, run_cell
@@ -177,15 +177,6 @@ def test_a_kept_cell_is_not_run_again(tmp_path: Path) -> None:
     assert KeptCells(tmp_path, None).get(other) == found[other] == run_cell(other, None)
 
 
-def test_the_same_cell_gives_the_same_bytes(tmp_path: Path) -> None:
-    for folder in ("one", "other"):
-        alone_s.cache_clear()
-        KeptCells(tmp_path / folder, None).put(_CELL, run_cell(_CELL, None))
-        run_cell(dataclasses.replace(_CELL, seed=2), None)
-    (one,), (other,) = ((tmp_path / name).iterdir() for name in ("one", "other"))
-    assert (one.name, one.read_bytes()) == (other.name, other.read_bytes())
-
-
 def test_other_code_and_other_traces_are_other_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_cells = KeptCells(tmp_path, None)
     kept_cells.put(_CELL, _figures())
@@ -229,7 +220,7 @@ def test_queues_are_in_the_table() -> None:
 
 
 @pytest.mark.full
-def test_a_small_run_to_the_end_without_traces(run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_small_run_to_the_end_without_traces(run: Callable[..., list[str]]) -> None:
     arguments = (
         "--cells",
         "S1@1.1",
@@ -243,15 +234,12 @@ def test_a_small_run_to_the_end_without_traces(run: Callable[..., list[str]], tm
         "40",
         "--processes",
         "1",
-        "--picture",
-        "policies.png",
     )
     first = run(*arguments)
     line = json.loads(first[-1])
     assert line["figures"]["simulated"] == {"S1": "a40-llama7b"}
     assert line["figures"]["default"] is None  # not by so little
     assert any("corun" in name for name in line["pass"])
-    assert (tmp_path / "policies.png").read_bytes().startswith(b"\x89PNG")
     again = run(*arguments)
     assert json.loads(again[-1])["figures"] == line["figures"]
     assert any(" left: " in text for text in first)
@@ -331,7 +319,7 @@ def test_with_workers_all_memory_policies_are_alike() -> None:
         (["--policies", "best"], "--policies has 'best'"),
         (["--memory", "--policies", "fcfs"], "--policies has 'fcfs', must be of: corun, lru, "),
         (["--memory", "--cells", "zipf@1@abacus"], "the machine must be of: a40-llama7b, "),
-        (["--memory", "--picture", "a.png"], "--only and --picture say nothing of --memory"),
+        (["--memory", "--only", "cells"], "--only says nothing of --memory"),
         (["--memory"], "needs Mooncake's trace"),
         (["--accuracy", "1.5"], "--accuracy is 1.5"),
         (["--seeds", "0"], "--seeds is 0"),
