@@ -1,14 +1,10 @@
 """A faulty request soon gets a 4xx with a reason, and does not affect other requests."""
 
 import json
-import os
-import shutil
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +14,6 @@ from support.serving import Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-WEIGHTS = "adapter_model.safetensors"
 ANSWER_WITHIN_S = 10.0  # on a busy machine
 MAX_CPU_S = 1.0  # of the server
 USER = {"role": "user", "content": "planet"}
@@ -162,62 +157,6 @@ PATHS = ("../x", "/etc", "/etc/passwd", "/", "", "a\0b", "/dev/zero", "/proc/sel
 def test_bad_paths(guarded: Guarded, path: str) -> None:
     guarded.check_refused(LOAD, {"lora_name": "wrong", "lora_path": path}, 400)
     guarded.check_refused(COMPLETIONS, completion(model="wrong"))
-
-
-def changed_during(
-    guarded: Guarded, directory: Path, change: Callable[[Path], None], num_turns: int = 12
-) -> list[httpx.Response]:
-    """Reload an adapter repeatedly while its files change; return the answers."""
-    answers = []
-    for turn in range(num_turns):
-        path = Path(shutil.copytree(demo_adapters_path() / "upper", directory / str(turn)))
-        began = threading.Event()
-
-        def disturb(path: Path = path, began: threading.Event = began) -> None:
-            began.wait(10)
-            change(path)
-
-        thread = threading.Thread(target=disturb)
-        thread.start()
-        began.set()
-        start_s = time.monotonic()
-        answers.append(guarded.send(LOAD, {"lora_name": f"moving{turn}", "lora_path": str(path)}))
-        assert time.monotonic() - start_s < ANSWER_WITHIN_S
-        thread.join()
-        used = guarded.send(COMPLETIONS, completion(model=f"moving{turn}"))
-        assert used.status_code < 500, used.text
-        guarded.send(UNLOAD, {"lora_name": f"moving{turn}"})
-    return answers
-
-
-def grow(path: Path) -> None:
-    with (path / WEIGHTS).open("ab") as file:
-        for _ in range(200):
-            file.write(b"\0" * 1000)
-            file.flush()
-
-
-@pytest.mark.parametrize("change", [grow, shutil.rmtree])
-def test_files_that_change_while_they_are_read(
-    guarded: Guarded, tmp_path: Path, change: Callable[[Path], None]
-) -> None:
-    for answer in changed_during(guarded, tmp_path, change):
-        assert answer.status_code in (200, 400), answer.text
-        assert answer.status_code == 200 or answer.json()["error"]["message"]
-
-
-def test_a_file_that_has_grown(guarded: Guarded, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(demo_adapters_path() / "upper", tmp_path / "grown"))
-    grow(path)
-    guarded.check_refused(LOAD, {"lora_name": "grown", "lora_path": str(path)}, 400)
-
-
-def test_no_file_but_a_pipe(guarded: Guarded, tmp_path: Path) -> None:
-    """A pipe would never end."""
-    path = Path(shutil.copytree(demo_adapters_path() / "upper", tmp_path / "pipe"))
-    (path / WEIGHTS).unlink()
-    os.mkfifo(path / WEIGHTS)
-    guarded.check_refused(LOAD, {"lora_name": "pipe", "lora_path": str(path)}, 400)
 
 
 def test_one_name_from_many_clients(guarded: Guarded) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -125,10 +124,7 @@ class LaunchedElsewhere:
 class StaticEngine:
     """A bare engine on a port of its own."""
 
-    def __init__(self, directory: Path, *, base_fingerprint: str = "f") -> None:
-        profile = json.loads(os.environ["BARE_ENGINE_PROFILE"])
-        profile["base_fingerprint"] = base_fingerprint
-        self._environment = {**os.environ, "BARE_ENGINE_PROFILE": json.dumps(profile)}
+    def __init__(self, directory: Path) -> None:
         self._sock = bind("127.0.0.1", 0)
         self._port = self._sock.getsockname()[1]
         self._config = directory / f"{self._port}.json"
@@ -139,7 +135,7 @@ class StaticEngine:
     def begin(self) -> None:
         address = ["--config", str(self._config), "--host", "127.0.0.1", "--port", str(self._port)]
         command = [*BARE_ENGINE, "serve", *address]
-        self._process = subprocess.Popen(command, env=self._environment)
+        self._process = subprocess.Popen(command)
 
     def end(self) -> None:
         self._process.kill()

@@ -75,7 +75,6 @@ class RecordedVllm:
     started_unix_s: float = field(default_factory=time.time)
     num_prompts: int = 0
     num_prompt_tokens: int = 0
-    fails_streams: bool = False  # after their first token, as vLLM says it
     url: str = ""
     _kv: dict[tuple[str, str], str] = field(default_factory=dict)  # by model and prompt: content
 
@@ -271,10 +270,6 @@ class _Answer:
         await response.prepare(request)
         number = 0
         async for token in self.tokens():
-            if number and self.server.fails_streams:
-                error = _error(400, "EngineCore encountered an issue.", "BadRequestError")
-                await response.write(b"data: " + msgspec.json.encode(error) + b"\n\n")
-                break
             number += 1
             text = {"delta": {"content": token}} if self.is_chat else {"text": token}
             reason = "length" if number == self.num_tokens else None
@@ -296,12 +291,9 @@ class _Answer:
         }
 
 
-def _error(status: int, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
-
-
 def _refused(status: int, message: str, kind: str, param: str | None = None) -> web.Response:
-    return _json(_error(status, message, kind, param), status)
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return _json({"error": error}, status)
 
 
 def _json(value: Mapping[str, Any], status: int = 200) -> web.Response:
@@ -310,11 +302,11 @@ def _json(value: Mapping[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-def vllm_card(url: str, base_fingerprint: str = "base-1") -> EngineCard:
+def vllm_card(url: str) -> EngineCard:
     """Return a server like that as an engine."""
     foreign = ForeignEngine(
         kind="vllm",
-        base_fingerprint=base_fingerprint,
+        base_fingerprint="base-1",
         dtype=profile_of().dtype,
         adapter_bytes_per_rank=1000,
         kv_bytes_per_token=512,

@@ -239,71 +239,33 @@ def _drop_by_own_stores(self: Any) -> None:
     self.collect({}, timeout_s=1.0)
 
 
-_Mistake = tuple[type, str, object, Shape, Callable[[SymbolicEngine], None], set[Kind]]
-
-MISTAKES: dict[str, _Mistake] = {
-    "x is copied before it is computed": (
-        Exchange,
-        "order",
-        _order_only_to_compute,
-        SMALL,
-        assisted_prefill(1),
-        {Kind.UNWRITTEN, Kind.UNORDERED},
-    ),
-    "y is added before it is there": (
-        Exchange,
-        "order",
-        _order_only_from_compute,
-        SMALL,
-        assisted_prefill(1),
-        {Kind.UNORDERED},
-    ),
-    "the worker is told before x is there": (
-        StreamHandover,
-        "send",
-        _signal_before_copy,
-        SMALL,
-        assisted_prefill(1),
-        {Kind.UNORDERED},
-    ),
-    "y is added before the wait": (
-        ColdDeltas,
-        "_take_in",
-        _add_before_wait,
-        SMALL,
-        assisted_prefill(1),
-        {Kind.UNORDERED},
-    ),
+_UNWRITTEN, _UNORDERED = Kind.UNWRITTEN, Kind.UNORDERED
+_LOST = replace(SMALL, dies_in=(0,), group_of_layer=(0, 0))
+# What is replaced, by what, and the expected findings; with another life than an assisted prefill.
+MISTAKES: dict[str, tuple[Any, ...]] = {
+    "x is too early": (Exchange, "order", _order_only_to_compute, {_UNWRITTEN, _UNORDERED}),
+    "y is added before it is there": (Exchange, "order", _order_only_from_compute, {_UNORDERED}),
+    "the worker is told before x is there": (StreamHandover, "send", _signal_before_copy, {_UNORDERED}),
+    "y is added before the wait": (ColdDeltas, "_take_in", _add_before_wait, {_UNORDERED}),
     "a layer group is not waited for": (
-        ColdDeltas,
-        "_await_layer",
-        _nothing,
-        SMALL,
-        assisted_prefill(1),
-        {Kind.UNWRITTEN, Kind.UNORDERED, Kind.USE_AFTER_HAND_ON},
+        *(ColdDeltas, "_await_layer", _nothing),
+        {_UNWRITTEN, _UNORDERED, Kind.USE_AFTER_HAND_ON},
     ),
     "workers go on while an earlier y is read": (
-        ColdDeltas,
-        "release_workers",
-        _release_out_of_order,
-        THREE_LAYERS,
-        failing_pass(1, "begin"),
-        {Kind.UNORDERED},
+        *(ColdDeltas, "release_workers", _release_out_of_order, {_UNORDERED}),
+        *(THREE_LAYERS, failing_pass(1, "begin")),
     ),
     "somebody else stores what the accelerator signals": (
-        WorkerGateway,
-        "_drop_published",
-        _drop_by_own_stores,
-        replace(SMALL, dies_in=(0,), group_of_layer=(0, 0)),
-        broken_off_publishing,
-        {Kind.TWO_WRITERS},
+        *(WorkerGateway, "_drop_published", _drop_by_own_stores, {Kind.TWO_WRITERS}),
+        *(_LOST, broken_off_publishing),
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name: str) -> None:
-    owner, method, value, shape, live, expected = MISTAKES[name]
+    owner, method, value, expected, *other = MISTAKES[name]
+    shape, live = other or (SMALL, assisted_prefill(1))
     with replaced(owner, method, value):
         found = kinds(recording(shape, live))
     assert found == expected

@@ -12,31 +12,6 @@ from corun.gpu.device.base import DeviceError, DeviceTimeoutError, Stream
 from support.cuda.setting import NUM_BYTES, Setting, add, fill, open_setting
 
 
-def test_a_failed_computation_marks_its_stream_until_it_is_reported() -> None:
-    with open_setting() as setting:
-        on_device, event = setting.gpu.empty(16), setting.device.event()
-
-        def fail() -> None:
-            raise ValueError("no such kernel")
-
-        with pytest.raises(ValueError, match="no such kernel"):
-            setting.device.launch(setting.stream, fail)
-        setting.host(0).fill_(1.0)
-        setting.device.copy(setting.stream, on_device, setting.host(0))
-        setting.device.wait(setting.stream, setting.word(1), 77)
-        setting.device.launch(setting.stream, lambda: pytest.fail("it must be left out"))
-        setting.device.signal(setting.stream, setting.word(), 5)
-        setting.device.record(setting.stream, event)
-        with pytest.raises(DeviceError, match="ValueError: no such kernel"):
-            setting.synchronize()
-        assert on_device.tolist() == [0.0] * 16
-        assert setting.read() == 5
-        assert setting.device.is_done(event)
-        setting.device.copy(setting.stream, on_device, setting.host(0))
-        setting.synchronize()
-        assert on_device.tolist() == [1.0] * 16
-
-
 def test_what_fails_late_leaves_nothing_out_on_an_adopted_stream() -> None:
     """The enqueuing call raised nothing: the next synchronize raises the failure, once."""
     with open_setting() as setting:
@@ -131,12 +106,6 @@ def test_pinned_memory_of_torch_needs_no_registration(setting: Setting) -> None:
     assert within.tolist() == [2.0] * 16
 
 
-def test_streams_are_made_before_the_first_operation(setting: Setting) -> None:
-    setting.device.record(setting.stream, setting.device.event())
-    with pytest.raises(DeviceError, match="before the first operation"):
-        setting.device.stream("late")
-
-
 def test_another_devices_streams_are_refused(setting: Setting) -> None:
     same_looking = Stream(setting.stream.index, setting.stream.name)
     with pytest.raises(DeviceError, match="another device"):
@@ -172,15 +141,6 @@ def test_closing_waits_and_unregisters_before_views_drop(setting: Setting) -> No
     assert not setting.gpu.registered
     with pytest.raises(DeviceError, match="is closed"):
         setting.memory.word(0, "of memory that is closed")
-    for use in (
-        setting.device.event,
-        lambda: setting.device.stream("late"),
-        lambda: setting.device.copy(setting.stream, on_device, on_device),
-        lambda: setting.device.synchronize(timeout_s=1.0),
-        setting.device.release_waits,
-    ):
-        with pytest.raises(DeviceError, match="closed"):
-            use()
 
 
 def test_closing_releases_waits_after_its_deadline(ahead: Setting, caplog: pytest.LogCaptureFixture) -> None:

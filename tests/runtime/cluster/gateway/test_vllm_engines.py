@@ -218,20 +218,6 @@ def test_it_is_asked_how_many_tokens_a_text_has(tmp_path: Path) -> None:
     in_front(tmp_path, work)
 
 
-def test_an_error_within_a_stream_is_an_event_of_ours(tmp_path: Path) -> None:
-    async def work(front: Front) -> None:
-        async with recorded() as server:
-            server.fails_streams = True
-            await front.add(server.url)
-            async with front.stream() as response:
-                rest = await response.content.read()
-            (error,) = [one for one in rest.split(b"\n\n") if b'"error"' in one]
-            code = json.loads(error.removeprefix(b"data: "))["error"]["code"]
-            assert code == "invalid_value"
-
-    in_front(tmp_path, work)
-
-
 def test_adapters_cannot_be_pinned_on_vllm(tmp_path: Path) -> None:
     async def work(front: Front) -> None:
         async with recorded() as server:
@@ -241,18 +227,6 @@ def test_adapters_cannot_be_pinned_on_vllm(tmp_path: Path) -> None:
                 await front.controller.load("sql", source, pinned=True)
             assert (error.value.status, error.value.code) == (400, "not_served")
             await front.controller.load("sql", source)
-
-    in_front(tmp_path, work)
-
-
-def test_an_engine_of_another_base_than_the_others_is_refused(tmp_path: Path) -> None:
-    async def work(front: Front) -> None:
-        async with recorded() as server, recorded() as other:
-            await front.add(server.url)
-            card = vllm_card(other.url, base_fingerprint="base-2")
-            with pytest.raises(HttpError, match="serves the base model base-2, and the others"):
-                await front.controller.engines("add", url=other.url, foreign=card.foreign)
-            assert await front.num_usable() == 1
 
     in_front(tmp_path, work)
 

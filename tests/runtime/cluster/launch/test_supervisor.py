@@ -140,24 +140,6 @@ def test_engines_that_cannot_be_one_of_it_end_the_start(tmp_path: Path) -> None:
     assert not (tmp_path / "state/cluster.json").exists()
 
 
-def test_an_engine_of_another_base_ends_the_start(tmp_path: Path) -> None:
-    engines = [StaticEngine(tmp_path), StaticEngine(tmp_path, base_fingerprint="another")]
-    cards = [static_card(engine.url) for engine in engines]
-    plan = simulated_plan(tmp_path / "state", num_engines=0, engines=cards)
-
-    async def work(cluster: Supervised) -> None:
-        words = f"--engine {cards[1].url} cannot join the cluster: "
-        words += ".* base model another, and the others f$"
-        with pytest.raises(ConfigError, match=words):
-            await cluster.running
-
-    try:
-        with_cluster(plan, work)
-    finally:
-        for engine in engines:
-            engine.close()
-
-
 def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     async def work(cluster: Supervised) -> None:
         await cluster.until(lambda status: bool(status.agents))
