@@ -332,18 +332,11 @@ def server() -> Iterator[tuple[tuple[str, int], list[str], list[int]]]:
         with corun_server(
             files / "model",
             files / "adapters",
-            "--engine-cores",
-            str(cpus[0]),
-            "--cpu-cores",
-            "none",
-            "--cpu-threads",
-            "1",
-            "--max-num-seqs",
-            str(_STREAMS),
-            "--max-num-waiting",
-            str(_WAITING),
-            "--prefix-cache",
-            "off",
+            *("--engine-cores", str(cpus[0])),
+            *"--cpu-cores none --cpu-threads 1".split(),
+            *("--max-num-seqs", str(_STREAMS)),
+            *("--max-num-waiting", str(_WAITING)),
+            *("--prefix-cache", "off"),
         ) as (host, port, pid):
             os.sched_setaffinity(0, {cpus[-1]})
             pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]

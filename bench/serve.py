@@ -69,17 +69,12 @@ def corun_server(
     command = [
         *prefix,
         sys.executable,
-        "-m",
-        "corun.runtime.cli",
-        "serve",
+        *"-m corun.runtime.cli serve".split(),
         str(model),
-        "--lora-dir",
-        str(lora_dir),
+        *("--lora-dir", str(lora_dir)),
         *(["--preload", *preloaded] if preloaded else []),
-        "--port",
-        str(port),
-        "--log-level",
-        "warning",
+        *("--port", str(port)),
+        *("--log-level", "warning"),
         *options,
     ]
     with running_server(command, port, environment=environment) as pid:

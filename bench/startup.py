@@ -89,14 +89,10 @@ def start_once(model: Path, lora_dir: Path, environment: Mapping[str, str], *opt
     port = free_port()
     command = [
         sys.executable,
-        "-m",
-        "corun.runtime.cli",
-        "serve",
+        *"-m corun.runtime.cli serve".split(),
         str(model),
-        "--lora-dir",
-        str(lora_dir),
-        "--port",
-        str(port),
+        *("--lora-dir", str(lora_dir)),
+        *("--port", str(port)),
         *options,
     ]
     start_s = time.perf_counter()

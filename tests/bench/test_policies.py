@@ -222,18 +222,9 @@ def test_queues_are_in_the_table() -> None:
 @pytest.mark.full
 def test_a_small_run_to_the_end_without_traces(run: Callable[..., list[str]]) -> None:
     arguments = (
-        "--cells",
-        "S1@1.1",
-        "--policies",
-        "corun",
+        *"--cells S1@1.1 --policies corun".split(),
         BASELINE,
-        "chameleon",
-        "--seeds",
-        "2",
-        "--requests",
-        "40",
-        "--processes",
-        "1",
+        *"chameleon --seeds 2 --requests 40 --processes 1".split(),
     )
     first = run(*arguments)
     line = json.loads(first[-1])

@@ -91,23 +91,10 @@ class CommandedCluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedCluster]:
     found = CommandedCluster(
         tmp_path_factory.mktemp("cluster"),
-        "--engines",
-        "2",
-        "--unpinned",
-        "--device",
-        "cpu",
-        "--memory-gib",
-        "0.25",
-        "--cpu-threads",
-        "1",
-        "--router",
-        "least-tokens",
-        "--gateways",
-        "2",
-        "--api-key",
-        API_KEY,
-        "--admin-key",
-        ADMIN_KEY,
+        *"--engines 2 --unpinned --device cpu --memory-gib 0.25 --cpu-threads 1".split(),
+        *"--router least-tokens --gateways 2".split(),
+        *("--api-key", API_KEY),
+        *("--admin-key", ADMIN_KEY),
         "--health-needs-key",
         *PLAIN,
     )
@@ -217,17 +204,7 @@ def test_tokens_do_not_need_the_controller_which_comes_back(cluster: CommandedCl
 def test_an_engine_that_hangs_is_started_again(tmp_path: Path) -> None:
     found = CommandedCluster(
         tmp_path,
-        "--engines",
-        "1",
-        "--unpinned",
-        "--device",
-        "cpu",
-        "--memory-gib",
-        "0.25",
-        "--cpu-threads",
-        "1",
-        "--engine-hang-s",
-        "2",
+        *"--engines 1 --unpinned --device cpu --memory-gib 0.25 --cpu-threads 1 --engine-hang-s 2".split(),
         *PLAIN,
     )
     try:

@@ -61,15 +61,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def http(root: Path) -> Iterator[httpx.Client]:
     options = (
-        "--lora-dir",
-        str(root / "loras"),
-        "--allowed-lora-dirs",
-        str(root / "allowed"),
-        "--lora-state-file",
-        str(root / "state.json"),
-        "--cpu-threads",
-        "1",
-        "--allow-runtime-lora-updating",
+        *("--lora-dir", str(root / "loras")),
+        *("--allowed-lora-dirs", str(root / "allowed")),
+        *("--lora-state-file", str(root / "state.json")),
+        *"--cpu-threads 1 --allow-runtime-lora-updating".split(),
     )
     with Served(*options) as served, served.client() as http:
         yield http

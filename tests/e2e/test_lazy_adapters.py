@@ -136,13 +136,9 @@ def test_a_bad_one_fails_with_its_reason_and_leaves_the_rest_alone(
 
 def test_what_is_loaded_over_http_survives_a_restart(folder: Path, tmp_path: Path) -> None:
     options = (
-        "--cpu-threads",
-        "1",
-        "--allow-runtime-lora-updating",
-        "--lora-modules",
-        f"given={folder / 'good'}",
-        "--lora-state-file",
-        str(tmp_path / "state.json"),
+        *"--cpu-threads 1 --allow-runtime-lora-updating".split(),
+        *("--lora-modules", f"given={folder / 'good'}"),
+        *("--lora-state-file", str(tmp_path / "state.json")),
     )
     loads = {
         "team/new": folder / "good",

@@ -132,14 +132,9 @@ def attacked(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
             pass  # the test that needs it says so
         served = stack.enter_context(
             Served(
-                "--device",
-                "cpu",
-                "--memory-gib",
-                "0.25",
-                "--chat-template",
-                str(template),
-                "--max-body-mib",
-                "32",
+                *"--device cpu --memory-gib 0.25".split(),
+                *("--chat-template", str(template)),
+                *("--max-body-mib", "32"),
                 command=command,
             )
         )

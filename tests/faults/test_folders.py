@@ -121,14 +121,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def attacked(folders: Folders, rows: Rows) -> Iterator[Attacked]:
     command = ["unshare", "--user", *corun_command()] if CAN_UNSHARE else corun_command()
     options = (
-        "--device",
-        "cpu",
-        "--memory-gib",
-        "0.25",
-        "--lora-dir",
-        str(folders.loras),
-        "--allowed-lora-dirs",
-        str(folders.allowed),
+        *"--device cpu --memory-gib 0.25".split(),
+        *("--lora-dir", str(folders.loras)),
+        *("--allowed-lora-dirs", str(folders.allowed)),
         "--allow-runtime-lora-updating",
     )
     with Served(*options, command=command) as served, streams_on(served, rows) as attacked:

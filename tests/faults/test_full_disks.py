@@ -27,14 +27,8 @@ NEEDS_MOUNT = pytest.mark.skipif(not CAN_MOUNT, reason="needs root and mounts of
 BASIC = ("--device", "cpu", "--memory-gib", "0.03")
 # Compiled code is not stored, so less of it makes a shorter start.
 FEW_KERNELS = (
-    "--linear-backend",
-    "plain",
-    "--attention-backend",
-    "torch",
-    "--fused-kernels",
-    "off",
-    "--cpu-threads",
-    "1",
+    *"--linear-backend plain --attention-backend torch --fused-kernels off".split(),
+    *"--cpu-threads 1".split(),
 )
 TIMEOUT_S = 60.0
 UPPER = demo_adapters_path() / "upper"
@@ -88,13 +82,9 @@ def attacked(disks: dict[str, Path], rows: Rows) -> Iterator[Attacked]:
     repositories = {f"acme/upper{number}": UPPER for number in range(NUM_REPOSITORIES)}
     options = (
         *BASIC,
-        "--lora-state-file",
-        str(disks["state"] / "state.json"),
-        "--request-log",
-        str(disks["state"] / "requests"),
-        "--lora-resolver",
-        "hub:acme",
-        "--allow-runtime-lora-updating",
+        *("--lora-state-file", str(disks["state"] / "state.json")),
+        *("--request-log", str(disks["state"] / "requests")),
+        *"--lora-resolver hub:acme --allow-runtime-lora-updating".split(),
     )
     command = mounting({disks["state"]: "1m", disks["hub"]: "32m", SHM: "200m"})
     with fake_hub(repositories) as url:

@@ -113,14 +113,9 @@ LARGE_FRAMES = {  # of small bodies
 @pytest.fixture(scope="module")
 def attacked(rows: Rows) -> Iterator[Attacked]:
     options = (
-        "--device",
-        "cpu",
-        "--memory-gib",
-        "0.25",
-        "--header-timeout-s",
-        str(HEADER_TIMEOUT_S),
-        "--body-timeout-s",
-        str(BODY_TIMEOUT_S),
+        *"--device cpu --memory-gib 0.25".split(),
+        *("--header-timeout-s", str(HEADER_TIMEOUT_S)),
+        *("--body-timeout-s", str(BODY_TIMEOUT_S)),
     )
     with Served(*options) as served, streams_on(served, rows) as attacked:
         yield attacked

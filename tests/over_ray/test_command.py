@@ -35,14 +35,10 @@ class Command:
         self.state_dir = state_dir
         self._log_path = state_dir.with_name(f"log-{time.monotonic_ns()}")
         options = [
-            "--port",
-            "0",
-            "--state-dir",
-            str(state_dir),
-            "--ray",
-            address,
-            "--engines",
-            str(NUM_ENGINES),
+            *("--port", "0"),
+            *("--state-dir", str(state_dir)),
+            *("--ray", address),
+            *("--engines", str(NUM_ENGINES)),
             *PLAIN,
             *arguments,
         ]

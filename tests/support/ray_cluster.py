@@ -296,18 +296,13 @@ def _separate_network() -> Iterator[None]:
 def _separate_node(address: str) -> Iterator[None]:
     """A node inside the namespace."""
     command = [
-        "ip",
-        "netns",
-        "exec",
+        *"ip netns exec".split(),
         _NAMESPACE,
         sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
+        *"-m ray.scripts.scripts start".split(),
         f"--address={address}",
         f"--node-ip-address={SEPARATE_HOST}",
-        "--num-cpus=1",
-        f"--object-store-memory={_STORE_BYTES}",
+        *("--num-cpus=1", f"--object-store-memory={_STORE_BYTES}"),
         "--block",
     ]
     with tempfile.TemporaryFile() as log:
@@ -342,16 +337,11 @@ def redis() -> Iterator[int]:
         process = subprocess.Popen(
             [
                 program,
-                "--port",
-                str(port),
-                "--bind",
-                "127.0.0.1",
-                "--save",
-                "",
-                "--dir",
-                directory,
-                "--protected-mode",
-                "no",
+                *("--port", str(port)),
+                *("--bind", "127.0.0.1"),
+                *("--save", ""),
+                *("--dir", directory),
+                *("--protected-mode", "no"),
             ],
             stdout=subprocess.DEVNULL,
         )

@@ -46,17 +46,10 @@ def test_a_comparison_over_loads(workload: str, tmp_path: Path, capsys: pytest.C
     out = tmp_path / "out"
     arguments = [
         "simulate",
-        "--workload",
-        workload,
+        *("--workload", workload),
         *SMALL,
-        "--compare",
-        "scheduling-policy=corun,fcfs",
-        "--sweep",
-        "rps=2:4:2",
-        "--slo-ttft-s",
-        "2",
-        "--out",
-        str(out),
+        *"--compare scheduling-policy=corun,fcfs --sweep rps=2:4:2 --slo-ttft-s 2".split(),
+        *("--out", str(out)),
     ]
     assert main(arguments) == 0
     table = lines(capsys)
@@ -88,23 +81,11 @@ def test_many_servers(workload: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     out = tmp_path / "out"
     arguments = [
         "simulate",
-        "--workload",
-        workload,
+        *("--workload", workload),
         *SMALL,
-        "--rps",
-        "20",
-        "--servers",
-        "3",
-        "--compare",
-        "router=predicted,random",
-        "--routers",
-        "2",
-        "--state-age-s",
-        "0.2",
-        "--store-bytes",
-        "1GiB",
-        "--out",
-        str(out),
+        *"--rps 20 --servers 3 --compare router=predicted,random --routers 2 --state-age-s 0.2".split(),
+        *"--store-bytes 1GiB".split(),
+        *("--out", str(out)),
     ]
     assert main(arguments) == 0
     table = lines(capsys)
@@ -268,17 +249,9 @@ def test_options_of_a_policy_belong_to_its_name() -> None:
 def test_a_plan(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "plan",
-        "--workload",
-        workload,
+        *("--workload", workload),
         *SMALL,
-        "--slo-ttft-s",
-        "0.5",
-        "--percentile",
-        "90",
-        "--rps",
-        "50",
-        "--requests",
-        "60",
+        *"--slo-ttft-s 0.5 --percentile 90 --rps 50 --requests 60".split(),
     ]
     assert main(arguments) == 0
     said = {line.split()[0]: line for line in lines(capsys)}
@@ -296,21 +269,10 @@ def test_placements_side_by_side(
     path.write_text(WORKLOAD.replace("[8, 64]", "[64]"))
     arguments = [
         "simulate",
-        "--workload",
-        str(path),
+        *("--workload", str(path)),
         *SMALL[:2],
-        "--seeds",
-        "1",
-        "--requests",
-        "10",
-        "--servers",
-        "3",
-        "--router",
-        "loraserve",
-        "--compare",
-        "placement=loraserve,random",
-        "--placement-every-s",
-        "2",
+        *"--seeds 1 --requests 10 --servers 3 --router loraserve --placement-every-s 2".split(),
+        *("--compare", "placement=loraserve,random"),
     ]
     assert main(arguments) == 2
     assert (

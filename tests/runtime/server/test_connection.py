@@ -129,7 +129,17 @@ def test_a_large_head(server: Any) -> None:
         assert error_of(rest(sock)) == (431, "head_too_large")
 
 
-@pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET \xff /\r\n\r\n"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"hello\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET \xff /\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
 def test_what_is_not_http(server: Any, sent: bytes) -> None:
     with connected(server) as sock:
         sock.sendall(sent)
