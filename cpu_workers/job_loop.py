@@ -138,10 +138,12 @@ class JobLoop:
             if task.backend is not None:
                 _slowly(job, task.backend.compute, task.job)
                 return JobStatus.DONE
-            _slowly(job, self._shared.shrink, task.job, h_address, part.tiles)
+            if part.tiles[0] < part.tiles[1]:
+                _slowly(job, self._shared.shrink, task.job, h_address, part.tiles)
             if not self._patiently(self._end.wait_members, job, task.sharers):
                 return None
-            _slowly(job, self._shared.expand, task.job, h_address, part.groups)
+            if part.groups[0] < part.groups[1]:
+                _slowly(job, self._shared.expand, task.job, h_address, part.groups)
         except Exception:
             _LOG.exception("job %d failed", job.sequence)
             return JobStatus.FAILED

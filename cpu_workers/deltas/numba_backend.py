@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..kernels.lora.delta import MAX_BLOCK_TOKENS, SCRATCH_BYTES, store_delta
+from ..kernels.lora.delta import SCRATCH_BYTES, store_delta, wide_bytes
 from ..kernels.simd.arithmetic import bfloat16_tag
 from .base import ITEM_BYTES, DeltaJob, Scratch, rows_at
 from .unpack import padded_in
@@ -19,6 +19,8 @@ class NumbaDelta:
         self._tag = bfloat16_tag() if tag is None else tag
         self._hidden = np.empty(SCRATCH_BYTES // 4, np.float32)
         self._hidden_address = int(self._hidden.ctypes.data)  # a query takes a microsecond
+        self._wide = np.empty(0, np.float32)  # grows and never shrinks
+        self._wide_address = 0
         self._scratch = Scratch()
 
     def compute(self, job: DeltaJob) -> None:
@@ -41,7 +43,9 @@ class NumbaDelta:
             # The kernel reads whole units of x; values beyond its width are arbitrary.
             x = self._padded(job, width)
             x_address, x_stride = x.ctypes.data, x.strides[0]
-        wide = self._scratch.take("wide", np.float32, (MAX_BLOCK_TOKENS, width))
+        if self._wide.size < wide_bytes(width) // 4:
+            self._wide = np.empty(wide_bytes(width) // 4, np.float32)
+            self._wide_address = int(self._wide.ctypes.data)
         store_delta(
             self._tag,
             job.region_address,
@@ -53,7 +57,7 @@ class NumbaDelta:
             job.y_address,
             job.y_stride_bytes,
             h_address,
-            int(wide.ctypes.data),
+            self._wide_address,
             *tiles,
             *groups,
         )

@@ -149,21 +149,57 @@ def test_all_workers_at_once(number: signal.Signals, caplog: pytest.LogCaptureFi
         assert driver.pool.counts().num_restarts == 2
 
 
-def has_arrived(driver: Driver, worker: int, job: Job) -> bool:
-    """Whether the worker's part of h is written, so that it waits for others, or expands."""
-    word = driver.pool.control.mailbox(worker).word("arrived")
-    return has_reached(load_acquire(word), job.sequence)
+def has(driver: Driver, word: str, worker: int, job: Job) -> bool:
+    """Whether a worker's word has come to the job."""
+    return has_reached(load_acquire(driver.pool.control.mailbox(worker).word(word)), job.sequence)
 
 
 @pytest.fixture
 def team() -> Iterator[Driver]:
-    """Two slow workers."""
-    with Driver([case(4)], make_config(2, slowdown=2e4, delta_table=table_of("numba"))) as driver:
+    """Two slow workers; of the second place the first one has no ranks."""
+    config = make_config(2, delta_table=table_of("numba"))
+    with Driver([case(4), case(4, (8, 0))], config) as driver:
+        for place in (0, 1):  # the first ones take much longer
+            assert driver.run((0, 1), place) is DONE
+        driver.pool.slowdown = 5e4
         yield driver
 
 
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+KILL, STOP, CONTINUE = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 FULL = pytest.mark.full
+
+# By the words that tell of the member that is lost and of the other: those that have come to the job.
+POINTS = {
+    "in shrink": ({"started"}, None),
+    "it waits for the other": ({"started", "arrived"}, {"started"}),
+    "in expand": ({"started", "arrived"}, {"started", "arrived"}),
+    "it has finished": ({"started", "arrived", "finished"}, {"started"}),
+}
+
+
+def is_at(driver: Driver, point: str, job: Job) -> bool:
+    """Whether the job is at the point now."""
+    words = ("started", "arrived", "finished")
+    return all(
+        expected is None or {word for word in words if has(driver, word, worker, job)} == expected
+        for worker, expected in enumerate(POINTS[point])
+    )
+
+
+def stop_at(team: Driver, lost: psutil.Process, point: str) -> tuple[int, Job]:
+    """Stop a member of a job at a point; returns the job and its place."""
+    place = 1 if point == "it waits for the other" else 0
+    token_parts = 2 if point == "it has finished" else 1  # there are too few tokens for the first part
+    while True:
+        job = team.start((0, 1), place, 6, token_parts)  # a deadline of 6 s, in 120 us of a member
+        wait_until(lambda: is_at(team, point, job) or has(team, "finished", 1, job))  # noqa: B023
+        lost.send_signal(STOP)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has no job, was stopped for long, and is killed
+            wait_until(lambda: lost.status() == psutil.STATUS_STOPPED)
+        if is_at(team, point, job) or not lost.is_running():
+            return place, job
+        lost.send_signal(CONTINUE)  # this process was too slow
+        assert team.finish(place, job) is DONE
 
 
 @pytest.mark.parametrize(
@@ -175,32 +211,34 @@ FULL = pytest.mark.full
         ("in shrink", STOP),
         pytest.param("others wait for it", KILL, marks=FULL),
         ("others wait for it", STOP),
+        ("it waits for the other", KILL),
+        pytest.param("it waits for the other", STOP, marks=FULL),
         ("in expand", KILL),
         pytest.param("in expand", STOP, marks=FULL),
+        ("it has finished", KILL),
+        pytest.param("it has finished", STOP, marks=FULL),
     ],
 )
 def test_a_team_loses_a_member(team: Driver, point: str, number: signal.Signals) -> None:
     """The job fails once; the other member is not taken for stuck, and the next job is right."""
     lost, other = workers()
-    job = team.publish((0, 1), 0, predicted_us=30)  # a deadline of 12 s, in 600 us of a member
-    if point in {"before x", "others wait for it"}:
-        lost.send_signal(number if point == "before x" else STOP)
-    team.send_x(0, job)
-    if point == "in shrink":
-        wait_until(lambda: has_begun(team, 0, job))
-    elif point == "others wait for it":
-        wait_until(lambda: has_arrived(team, 1, job))
-    elif point == "in expand":
-        wait_until(lambda: has_arrived(team, 0, job) and has_arrived(team, 1, job))
-    if point != "before x":
-        with contextlib.suppress(psutil.NoSuchProcess):  # a stopped one may be killed already
-            lost.send_signal(number)
-    assert team.finish(0, job) is FAILED
-    wait_until(lambda: are_gone([lost.pid]))
+    if point in POINTS:
+        place, job = stop_at(team, lost, point)
+    else:
+        place, job = 0, team.publish((0, 1), 0, predicted_us=6)
+        lost.send_signal(STOP)
+        team.send_x(0, job)
+        if point == "others wait for it":
+            wait_until(lambda: has(team, "arrived", 1, job))
+    with contextlib.suppress(psutil.NoSuchProcess):  # a stopped one may be killed already
+        lost.send_signal(number)
+    is_lost = point != "it has finished"
+    assert team.finish(place, job) is (FAILED if is_lost else DONE)
+    wait_until(lambda: team.pool.counts().num_restarts == 1 and are_gone([lost.pid]))
     team.wait_ready()
     assert not are_gone([other.pid])
     counts = team.pool.counts()
-    assert (counts.num_restarts, counts.num_failed_jobs) == (1, 1)
+    assert (counts.num_restarts, counts.num_failed_jobs) == (1, int(is_lost))
     team.pool.slowdown = 1.0
     assert team.run((0, 1), 0) is DONE
 
@@ -208,7 +246,7 @@ def test_a_team_loses_a_member(team: Driver, point: str, number: signal.Signals)
 @pytest.mark.parametrize("hit", ["workers", pytest.param("supervisor", marks=FULL)])
 def test_a_team_loses_all_members(team: Driver, hit: str) -> None:
     pids = [process.pid for process in workers()]
-    job = team.start((0, 1), 0, predicted_us=30)
+    job = team.start((0, 1), 0, predicted_us=6)
     wait_until(lambda: has_begun(team, 0, job))
     for process in workers() if hit == "workers" else [supervisor()]:
         process.send_signal(KILL)

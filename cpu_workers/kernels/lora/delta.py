@@ -39,6 +39,14 @@ _ITEM_BYTES = 2  # bfloat16
 SCRATCH_BYTES = 4 * MAX_BLOCK_TOKENS * MAX_TARGETS * MAX_RANK
 
 
+def wide_bytes(padded_in: int) -> int:
+    """Bytes of a block of rows of x in float32, each one line longer: see ``store_delta``.
+
+    Widths are often multiples of a page, and rows at such a distance share a set of the first-level cache.
+    """
+    return MAX_BLOCK_TOKENS * (4 * padded_in + VECTOR_BYTES)
+
+
 @part
 def _store_nothing(num_groups: int, num_tokens: int, y: int, y_stride: int) -> None:
     for token in range(num_tokens):
@@ -155,8 +163,7 @@ def store_delta(
     y: address of bfloat16 [num_tokens, padded columns of all targets]; y_stride: bytes.
     h: address of ``SCRATCH_BYTES`` of scratch. If there are no tiles, or no groups, it is that of
         float32 [num_tokens, padded ranks of all targets], which the other half reads or has written.
-    wide: for ``BFLOAT16``, of as many bytes as ``MAX_BLOCK_TOKENS`` rows of x take in float32.
-        Nothing is allocated.
+    wide: for ``BFLOAT16``, address of ``wide_bytes`` of scratch. Nothing is allocated.
     """
     padded_tiles = 0
     for t in range(num_targets):
@@ -174,9 +181,10 @@ def store_delta(
         tokens = min(block_tokens, num_tokens - first)
         rows, row_stride = x + first * x_stride, x_stride
         if is_widened(tag):
+            row_stride = row_bytes + VECTOR_BYTES
             for token in range(tokens):
-                widen(rows + token * x_stride, row_bytes // 4, wide + token * row_bytes, row_bytes // 2)
-            rows, row_stride = wide, row_bytes
+                widen(rows + token * x_stride, row_bytes // 4, wide + token * row_stride, row_bytes // 2)
+            rows = wide
         hidden = h if first_group < end_group else h + first * h_stride
         _shrink(
             tag,
