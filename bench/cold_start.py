@@ -225,7 +225,7 @@ def _figures_of(profile: Profile) -> dict[str, Any]:
     model, quality = profile.model, profile.quality
     return {
         "profile": {
-            "tokens_per_worker": model.tokens_per_worker,
+            "tokens_per_worker": {one.rank: one.tokens_per_worker for one in profile.budgets},
             "invocation_us": round(model.invocation_s * 1e6, 1),
             "invocation_us_per_token": round(model.invocation_s_per_token * 1e6, 3),
             "busy_reasons": quality.busy_reasons,

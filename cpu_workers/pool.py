@@ -8,7 +8,6 @@ import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
@@ -121,7 +120,7 @@ class WorkerPool:
     def delta_table(self) -> DeltaTable | None:
         """The times of deltas on a worker; None until measured."""
         text = self._monitor.delta_table
-        return _table_of(text) if text else None
+        return DeltaTable.from_json(json.loads(text)) if text else None
 
     @property
     def shares_matrices(self) -> bool:
@@ -221,8 +220,3 @@ def _row_shape(config: PoolConfig) -> RowShape:
         max_out_columns=config.max_out_columns,
         max_padded_ranks=config.max_padded_ranks,
     )
-
-
-@lru_cache(maxsize=1)  # it changes at most once, and every pass with a new shape calls
-def _table_of(text: str) -> DeltaTable:
-    return DeltaTable.from_json(json.loads(text))

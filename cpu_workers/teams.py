@@ -13,8 +13,7 @@ Source: Toppings, section 4.2, cuts tokens alone, with a budget per core.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from ..shm.region import RANKS_PER_TILE, Region
@@ -55,45 +54,52 @@ class Team(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TeamCosts:
-    """What a team costs beside its products, in seconds."""
+class JobModel:
+    """How long workers take for a job, in seconds: the one function of planner, executor and simulator.
 
-    member_s: float  # for each further member: it has to see x, and to be seen
-    share_s: float  # of members that share matrices: the wait between shrink and expand
-
-
-def choose_team(
-    delta_s: Callable[[int], float],
-    num_tiles: int,
-    num_tokens: int,
-    num_workers: int,
-    costs: TeamCosts,
-    *,
-    shares: bool = True,
-) -> Team:
-    """The team that finishes first; among equals the smallest.
-
-    ``delta_s``: seconds of a worker that computes so many tokens alone. It is proportional to the
-    values of A and B that are read, so members that share them take their share of it.
-    ``num_tiles``: of ranks, of all targets. ``shares`` False: only tokens are cut.
+    A member takes ``call_s``, the larger of reading its values of A and B and multiplying them with
+    its tokens, and the time of x and y. A *width* is the number of values of A and B for each rank.
     """
-    assert num_tiles > 0 and num_tokens > 0 and num_workers > 0
-    blocks = -(-num_tokens // BLOCK_TOKENS)
-    best = Team(1, 1, delta_s(num_tokens))
-    for token_parts in range(1, min(num_workers, blocks) + 1):
-        alone_s = delta_s(min(num_tokens, -(-blocks // token_parts) * BLOCK_TOKENS))
-        for sharers in range(1, num_workers // token_parts + 1 if shares else 2):
-            members = token_parts * sharers
-            seconds = alone_s * share_of(num_tiles, sharers) + costs.member_s * (members - 1)
-            seconds += costs.share_s if sharers > 1 else 0.0
-            if seconds < best.seconds:
-                best = Team(members, token_parts, seconds)
-    return best
+
+    s_per_value: float = 0.0  # of A and B, read once
+    s_per_product: float = 0.0  # of a value and a token
+    s_per_row_value: float = 0.0  # of x and y: tokens times the width
+    call_s: float = 0.0  # to begin and to finish
+    member_s: float = 0.0  # for each further member: it has to see x, and to be seen
+    share_s: float = 0.0  # if members share matrices: the wait between shrink and expand
+
+    def part_s(self, ranks: int, width: float, num_tokens: int, sharers: int = 1) -> float:
+        """Of the slowest member of ``sharers``, without waiting for others.
+
+        ``ranks``: of all targets, in whole tiles. Each sharer reads all of x, and writes its y.
+        """
+        values = ranks * width * share_of(-(-ranks // RANKS_PER_TILE), sharers)
+        values_s = values * max(self.s_per_value, self.s_per_product * num_tokens)
+        return self.call_s + values_s + self.s_per_row_value * num_tokens * width * (1 + 1 / sharers) / 2
+
+    def slowed(self, factor: float) -> "JobModel":
+        """The same with times multiplied by ``factor``."""
+        return JobModel(*(getattr(self, one.name) * factor for one in fields(self)))
+
+    def team(self, ranks: int, width: float, num_tokens: int, num_workers: int) -> Team:
+        """The team that finishes first; among equals the smallest. Arguments as ``part_s``."""
+        assert ranks > 0 and num_tokens > 0 and num_workers > 0
+        blocks = -(-num_tokens // BLOCK_TOKENS)
+        best = Team(1, 1, self.part_s(ranks, width, num_tokens))
+        for token_parts in range(1, min(num_workers, blocks) + 1):
+            tokens = min(num_tokens, -(-blocks // token_parts) * BLOCK_TOKENS)
+            for sharers in range(1, num_workers // token_parts + 1):
+                members = token_parts * sharers
+                seconds = self.part_s(ranks, width, tokens, sharers) + self.member_s * (members - 1)
+                seconds += self.share_s if sharers > 1 else 0.0
+                if seconds < best.seconds:
+                    best = Team(members, token_parts, seconds)
+        return best
 
 
-def tiles_of(ranks: int) -> int:
-    """Tiles of packed ranks."""
-    return -(-ranks // RANKS_PER_TILE)
+def padded(rank: int) -> int:
+    """A rank in whole tiles, as A is packed."""
+    return -(-rank // RANKS_PER_TILE) * RANKS_PER_TILE
 
 
 def share_of(num_tiles: int, sharers: int) -> float:
@@ -110,7 +116,7 @@ def part_of(region: Region, num_tokens: int, num_members: int, token_parts: int,
     first, end = (
         min(num_tokens, blocks * part // token_parts * BLOCK_TOKENS) for part in (token_part, token_part + 1)
     )
-    tiles = tiles_of(region.padded_ranks)
+    tiles = region.padded_ranks // RANKS_PER_TILE
     cuts = _group_cuts(region, sharers)
     return TeamPart(
         first,

@@ -39,35 +39,6 @@ class Curve:
         return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-@dataclass(frozen=True, slots=True)
-class CurveFamily:
-    """Curves at ascending values of a second quantity, linear between neighbours.
-
-    Above the measured values the last curve is scaled by the ratio of the quantities; below them
-    the first curve holds.
-    """
-
-    keys: tuple[float, ...]
-    curves: tuple[Curve, ...]
-
-    def __post_init__(self) -> None:
-        if not self.keys or len(self.keys) != len(self.curves):
-            raise ValueError(f"{len(self.keys)} keys for {len(self.curves)} curves")
-        if any(b <= a for a, b in zip(self.keys, self.keys[1:], strict=False)):
-            raise ValueError(f"the keys of a family must ascend: {self.keys}")
-
-    def at(self, key: float, x: float) -> float:
-        """The value at ``x`` of the curve that belongs to ``key``."""
-        if key <= self.keys[0]:
-            return self.curves[0].at(x)
-        if key >= self.keys[-1]:
-            return self.curves[-1].at(x) * key / self.keys[-1]
-        right = bisect_right(self.keys, key)
-        k0, k1 = self.keys[right - 1], self.keys[right]
-        y0, y1 = self.curves[right - 1].at(x), self.curves[right].at(x)
-        return y0 + (y1 - y0) * (key - k0) / (k1 - k0)
-
-
 def median(values: Sequence[float]) -> float:
     """The middle value, or the mean of the two in the middle."""
     ordered = sorted(values)

@@ -2,38 +2,34 @@
 
 from collections.abc import Sequence
 
+from ..cpu_workers.teams import JobModel
 from .curve import Curve
-from .models import GroupModel, LinkModel
+from .models import LinkModel, MachineModel
 
 _GOOD_RATE = 0.9  # of a core's best tokens per second
 _LATENCY_SHARE = 0.1  # of a layer group's time on the link
 
 
-def tokens_per_worker(groups: Sequence[GroupModel], rank_sums: Sequence[int], max_tokens: int) -> int:
-    """The per-core token budget c for adapters with these ranks per input group.
+def tokens_per_worker(model: MachineModel, rank_sums: Sequence[int], max_tokens: int) -> int:
+    """The tokens per core for adapters with these ranks per input group, in whole tiles.
 
     The most tokens for which one core computes the deltas while the device computes the base
     products: ceil(L / c) cores then hide the deltas of any L behind its base products. Where no
-    core keeps up, the fewest tokens at which a core is near its best rate, as finer slices would
-    only add invocations. At most ``max_tokens``, those of a step.
+    core keeps up, the fewest tokens at which a core is near its best rate. At most ``max_tokens``,
+    those of a step. A figure for reports: teams are chosen by ``JobModel`` itself.
 
     Source: Toppings, section 4.2, which sets c by profiling without giving the rule.
     """
+    groups = [pair for pair in zip(model.groups, rank_sums, strict=True) if pair[1]]
     kept_up = 0
     for num_tokens in _ladder(max_tokens):
-        hidden = all(
-            group.delta_s.at(rank_sum, num_tokens) <= group.base_s.at(num_tokens)
-            for group, rank_sum in zip(groups, rank_sums, strict=True)
-            if rank_sum
-        )
-        if not hidden:
+        if not all(
+            model.job.part_s(ranks, group.width, num_tokens) <= group.base_s.at(num_tokens)
+            for group, ranks in groups
+        ):
             break
         kept_up = num_tokens
-    return kept_up or max(
-        _knee(group, rank_sum, max_tokens)
-        for group, rank_sum in zip(groups, rank_sums, strict=True)
-        if rank_sum
-    )
+    return kept_up or max(_knee(model.job, ranks, group.width, max_tokens) for group, ranks in groups)
 
 
 def min_group_bytes(link: LinkModel) -> int:
@@ -54,8 +50,8 @@ def crossovers(names: Sequence[str], curves: Sequence[Curve]) -> tuple[tuple[int
     return tuple(result)
 
 
-def _knee(group: GroupModel, rank_sum: int, max_tokens: int) -> int:
-    rates = {n: n / group.delta_s.at(rank_sum, n) for n in _ladder(max_tokens)}
+def _knee(job: JobModel, ranks: int, width: float, max_tokens: int) -> int:
+    rates = {n: n / job.part_s(ranks, width, n) for n in _ladder(max_tokens)}
     best = max(rates.values())
     return min(tokens for tokens, rate in rates.items() if rate >= _GOOD_RATE * best)
 

@@ -7,7 +7,10 @@ seconds.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .curve import Curve, CurveFamily
+from ..cpu_workers.teams import JobModel
+from .curve import Curve
+
+_NO_JOBS = JobModel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class GroupModel:
 
     name: str  # of its first target, for reports
     base_s: Curve  # over tokens: the base products on the device
-    delta_s: CurveFamily  # by the sum of ranks, over tokens: the deltas on one worker core
+    width: float  # values of A and B for each rank, the mean of its targets: see ``JobModel``
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,6 @@ class MachineModel:
     lora: LoraModel
     link: LinkModel
     num_workers: int
-    tokens_per_worker: int  # the per-core token budget c
     invocation_s_per_token: float = 0.0  # x and y are copied, so more tokens cost more
     # Once per pass with assisted rows: publishing jobs and collecting results.
     assisted_pass_s: float = 0.0
@@ -97,9 +99,7 @@ class MachineModel:
     request_s: float = 0.0
     load_s: float = 0.0
     decode_token_share: float = 1.0  # tokens of the curve that a decode row counts as
-
-    member_s: float = 0.0  # what a team of workers costs beside its products: see ``TeamCosts``
-    share_s: float = 0.0
+    job: JobModel = _NO_JOBS
 
     def invoke_s(self, num_tokens: int) -> float:
         """One input group's invocation, beside the arithmetic."""

@@ -58,23 +58,14 @@ def _draw_group(axes: Any, profile: Profile, index: int) -> None:
 
     group = profile.model.groups[index]
     shades = colormaps["viridis"]
-    for place, (rank_sum, curve) in enumerate(zip(group.delta_s.keys, group.delta_s.curves, strict=True)):
-        color = shades(0.9 * place / max(1, len(group.delta_s.keys) - 1))
-        label = f"delta, rank {profile.budgets[place].rank}"
-        assert rank_sum % profile.budgets[place].rank == 0, (rank_sum, profile.budgets[place])
-        _line(axes, curve, 1e-6, marker="o", markersize=3, color=color, label=label)
+    num_targets = profile.deltas[index].rank_sum // profile.reference_rank
+    for place, budget in enumerate(profile.budgets):
+        color = shades(0.9 * place / max(1, len(profile.budgets) - 1))
+        ranks, job = budget.rank * num_targets, profile.model.job
+        curve = Curve(group.base_s.x, tuple(job.part_s(ranks, group.width, int(n)) for n in group.base_s.x))
+        label = f"delta, rank {budget.rank}: {budget.tokens_per_worker} tokens per core"
+        _line(axes, curve, 1e-6, color=color, label=label)
     _line(axes, group.base_s, 1e-6, label="base products on the device", **_BASE)
-    budget = profile.model.tokens_per_worker
-    axes.axvline(budget, color=_GREY, linestyle="--", linewidth=1)
-    axes.annotate(
-        f"c = {budget} (rank {profile.reference_rank})",
-        (budget, 0.02),
-        xycoords=("data", "axes fraction"),
-        xytext=(-4, 0),
-        textcoords="offset points",
-        color=_GREY,
-        ha="right",
-    )
     _finish(axes, f"Input group of {group.name}, one layer", "tokens", "microseconds")
     axes.legend(fontsize=7)
 

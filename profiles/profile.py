@@ -12,7 +12,7 @@ from .curve import Curve
 from .fit import Fit
 from .models import MachineModel
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 # A linear model is used if it explains this share of the variance. Below, it predicts little better
 # than a constant.
 MIN_USABLE_R_SQUARED = 0.5
@@ -81,10 +81,10 @@ class FitRecord:
     """Times that a plane was fitted to."""
 
     fit: Fit
-    # Steps: see ``measure.step_shapes.step_point``. Adapters in decode: bytes of the batch's; in
-    # prefill: tokens times bytes, tokens, and bytes.
+    # Jobs: see ``measure.deltas.fit_jobs``. Steps: see ``measure.step_shapes.step_point``. Adapters in
+    # decode: bytes of the batch's; in prefill: tokens times bytes, tokens, and bytes.
     points: tuple[tuple[float, ...], ...]
-    y: tuple[float, ...]  # seconds over all layers
+    y: tuple[float, ...]  # seconds: of a job, or over all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +135,11 @@ class Profile:
     model: MachineModel
     min_group_bytes: int  # of a layer group
     coexecution_off: str  # why workers were not measured; "" = they were
-    reference_rank: int  # of tokens_per_worker and the deltas
+    reference_rank: int  # of the deltas
     budgets: tuple[RankBudget, ...]
     deltas: tuple[DeltaCurves, ...]  # by input group
     delta_points: tuple[DeltaPoint, ...]  # of all back ends worth loading
+    job_fit: FitRecord
     step_fit: FitRecord
     decode_fit: FitRecord
     prefill_fit: FitRecord
@@ -152,6 +153,7 @@ class Profile:
     def fits(self) -> tuple[tuple[str, FitRecord], ...]:
         """All linear models by their subject."""
         return (
+            *(() if self.coexecution_off else (("jobs of CPU workers", self.job_fit),)),
             ("whole steps", self.step_fit),
             ("adapters in decode", self.decode_fit),
             ("adapters in prefill", self.prefill_fit),

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from .curve import Curve
-from .models import GroupModel
+from .models import GroupModel, MachineModel
 from .profile import DeltaCurves, FitRecord, Profile, is_within
 
 MIN_R_SQUARED = 0.96  # Toppings, figure 11: below it linear models are unreliable
 _MAX_ERROR = 0.1  # of a model that needs no warning: if times hardly differ, R^2 says nothing
 _SHOWN_TOKENS = 64  # of the figures by input group
+_VALUES = 1e6  # of the figures of jobs
 
 
 def report_lines(profile: Profile) -> Iterator[str]:
@@ -26,13 +27,14 @@ def report_lines(profile: Profile) -> Iterator[str]:
     link = f"{model.link.bytes_per_s / 2**30:.3g} GiB/s + {_time(model.link.latency_s)}"
     yield f"  link         {link}; layer groups from {_bytes(profile.min_group_bytes)} on"
     yield f"  workers      {_workers(profile)}"
+    yield f"  jobs         {_jobs(profile)}"
     yield f"  adapters     {_decode(profile)}"
     yield f"               {_prefill(profile)}"
     yield ""
     reference = profile.reference_rank
     yield f"  {'input group':<16}{'base':>10}{'delta':>10}  fastest back end at rank {reference}"
     for group, deltas in zip(model.groups, profile.deltas, strict=True):
-        yield f"  {_group(group, deltas)}"
+        yield f"  {_group(model, group, deltas)}"
     yield (
         f"  ({_SHOWN_TOKENS} tokens; base: products with the base weights, on the device; delta: "
         "LoRA deltas, on one worker core)"
@@ -86,6 +88,16 @@ def _workers(profile: Profile) -> str:
     )
 
 
+def _jobs(profile: Profile) -> str:
+    job = profile.model.job
+    return (
+        f"of a worker: {_time(job.call_s)} + the larger of {_time(job.s_per_value * _VALUES)} to read and "
+        f"{_time(job.s_per_product * _VALUES)} per token to multiply each million values of A and B + "
+        f"{_time(job.s_per_row_value * _VALUES)} per million of x and y, {_fit(profile.job_fit)}; of a team: "
+        f"{_time(job.member_s)} for each further member, {_time(job.share_s)} to share a matrix"
+    )
+
+
 def _decode(profile: Profile) -> str:
     lora = profile.model.lora
     per_rank_s = lora.decode_s_per_byte * _bytes_per_rank(profile)
@@ -115,9 +127,9 @@ def _bytes_per_rank(profile: Profile) -> float:
     return budget.adapter_bytes / budget.rank
 
 
-def _group(group: GroupModel, deltas: DeltaCurves) -> str:
+def _group(model: MachineModel, group: GroupModel, deltas: DeltaCurves) -> str:
     base = _time(group.base_s.at(_SHOWN_TOKENS))
-    delta = _time(group.delta_s.at(deltas.rank_sum, _SHOWN_TOKENS))
+    delta = _time(model.job.part_s(deltas.rank_sum, group.width, _SHOWN_TOKENS))
     first, *others = deltas.choices
     names = ", ".join([first[1], *(f"{name} from {tokens} tokens" for tokens, name in others)])
     return f"{group.name:<16}{base:>10}{delta:>10}  {names}"

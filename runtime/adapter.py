@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class AdapterLayers:
     """How an adapter's layers move to the device."""
 
-    rank_sums: tuple[tuple[int, ...], ...]  # [layer][input group]: ranks of the group's targets
+    # [layer][input group]: ranks of the group's targets, each in whole tiles of 8.
+    rank_sums: tuple[tuple[int, ...], ...]
     group_bytes: tuple[int, ...]  # over the link, by layer group in order of loading
     group_of_layer: tuple[int, ...]  # layer group of each layer, ascending from 0
     not_by_workers: str = ""  # a part that CPU workers do not compute, e.g. "DoRA"

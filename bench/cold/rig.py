@@ -16,7 +16,6 @@ from pathlib import Path
 from corun.cpu_workers.pool import WorkerPool
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.cuda import CudaDevice
-from corun.profiles.curve import Curve, CurveFamily
 from corun.profiles.models import LinkModel, MachineModel
 from corun.profiles.profile import Profile, save_profile
 from corun.runtime.adapter import AdapterLayers
@@ -115,7 +114,7 @@ class Rig:
         """What makes the deltas of the worst input group take ``ratio`` of its base product."""
         model = self.profile.model
         natural = max(
-            group.delta_s.at(rank_sum, num_tokens) / group.base_s.at(num_tokens)
+            model.job.part_s(rank_sum, group.width, num_tokens) / group.base_s.at(num_tokens)
             for group, rank_sum in zip(model.groups, rank_sums, strict=True)
             if rank_sum
         )
@@ -220,17 +219,8 @@ def check_update(error: str | None) -> None:
 
 def _changed(model: MachineModel, link_bytes_per_s: float, slowdown: float) -> MachineModel:
     """The profile's model with another link and slower workers, by arithmetic alone."""
-    groups = tuple(
-        replace(
-            group,
-            delta_s=CurveFamily(
-                group.delta_s.keys,
-                tuple(Curve(curve.x, tuple(y * slowdown for y in curve.y)) for curve in group.delta_s.curves),
-            ),
-        )
-        for group in model.groups
-    )
-    return replace(model, groups=groups, link=LinkModel(link_bytes_per_s, model.link.latency_s))
+    link = LinkModel(link_bytes_per_s, model.link.latency_s)
+    return replace(model, job=model.job.slowed(slowdown), link=link)
 
 
 @contextmanager

@@ -214,8 +214,9 @@ def _best_split_s(cell: SimulatedCell, cached_s: float) -> float:
 
     def chunk(positions: range) -> Chunk:
         ranks = [cell.rank * number for number in cell.machine.group_targets]
+        products = replace(model.job, call_s=0.0)
         floors_s = [
-            group.delta_s.at(rank_sum, len(positions)) / model.num_workers
+            products.part_s(rank_sum, group.width, len(positions)) / model.num_workers
             for group, rank_sum in zip(model.groups, ranks, strict=True)
         ]
         return Chunk.of(model, num_bytes, positions, floors_s, beside)

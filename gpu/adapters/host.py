@@ -30,7 +30,7 @@ class RegisteredAdapter:
     rank: int  # the largest of its targets
     num_bytes: int  # on the device
     host_bytes: tuple[int, ...]  # in the arena, by layer that it has, in whole pages
-    rank_sums: tuple[tuple[int, ...], ...]  # [layer][input group]: ranks of the group's targets
+    rank_sums: tuple[tuple[int, ...], ...]  # as ``AdapterLayers.rank_sums``
     group_bytes: tuple[int, ...]  # copied over the link, by layer group
     group_of_layer: tuple[int, ...]  # the layer group of each layer
     not_by_workers: str  # a part that CPU workers do not compute, e.g. "DoRA"
@@ -221,14 +221,14 @@ class HostAdapters:
         return placement.num_bytes, placement
 
     def _layers_of(self, plans: Sequence[GroupPlan]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
-        """Bytes copied over the link and sums of ranks, by layer."""
+        """Bytes copied over the link, and sums of ranks in whole tiles, by layer."""
         layer_bytes = [0] * self._num_layers
         rank_sums = [[0] * self._num_groups for _ in range(self._num_layers)]
         for plan in plans:
             layer, group = plan.key
             layer_bytes[layer] += plan.region.num_bytes
             if 0 <= group < self._num_groups:  # predictions leave out what is outside of layers
-                rank_sums[layer][group] = plan.region.rank_sum
+                rank_sums[layer][group] = plan.region.padded_ranks
         return layer_bytes, tuple(tuple(ranks) for ranks in rank_sums)
 
 

@@ -5,16 +5,14 @@ packed tokens with an adapter.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from ...cpu_workers.teams import Team, TeamCosts, TeamJob, choose_team, tiles_of
+from ...cpu_workers.teams import JobModel, Team, TeamJob
 from ...shm.errors import MailboxFullError, RowsFullError, WorkerUnavailableError
-from ...shm.region import Region
 from ..device.host_memory import HostMemory
 from ..lora.adapter_layout import GroupKey
 from .handover import Exchange
@@ -64,9 +62,6 @@ class _Task(NamedTuple):
 
 _Tasks = Mapping[GroupKey, Sequence[_Task]]
 
-# Seconds that a worker alone needs: (region, tokens).
-PredictDelta = Callable[[Region, int], float]
-
 
 class _PassViews:
     """The shared rows, with one view per place: a pass uses the same places many times.
@@ -98,8 +93,8 @@ class WorkerGateway:
         rows: HostMemory,
         control: HostMemory,
         exchange: Exchange,
-        predict_s: PredictDelta,
-        costs: TeamCosts,
+        model: JobModel,
+        widths: Sequence[float],
     ) -> None:
         """Use ``pool``.
 
@@ -108,14 +103,14 @@ class WorkerGateway:
             rows: Registration of ``pool.rows.segment``; closed by the device.
             control: Registration of ``pool.control.segment``, likewise.
             exchange: The device and streams that write the words that workers wait for.
-            predict_s: How long a worker alone takes for a job.
-            costs: What a team costs beside its products.
+            model: How long workers take for a job, by which teams are chosen.
+            widths: Values of A and B for each rank, by input group: see ``model``.
         """
         self._pool = pool
         self._rows = rows
         self._exchange = exchange
-        self._predict_s = predict_s
-        self._costs = costs
+        self._model = model
+        self._widths = widths
         end = pool.end
         self._ready = control.word(end.ready_address - control.address, "ready of the CPU workers")
         self._done = control.word(end.done_address - control.address, "done of the CPU workers")
@@ -194,15 +189,17 @@ class WorkerGateway:
 
     def _publish(self, tasks: _Tasks, workers: Sequence[int]) -> dict[GroupKey, tuple[Invocation, ...]]:
         """Publish all jobs at once, and return the device's invocations."""
-        teams: dict[tuple[JobShape, int], Team] = {}  # the layers of a pass are alike
+        teams: dict[tuple[int, int, int], Team] = {}  # the layers of a pass are alike
         wanted: list[TeamJob] = []
         for found in tasks.values():
             next_worker = 0  # so that small teams of a group compute side by side
             for row, first_token, group in found:
-                shape, num_tokens = group.shape, row.end - row.start
-                team = teams.get((shape, num_tokens))
+                ranks, num_tokens = group.shape.region.padded_ranks, row.end - row.start
+                job = ranks, group.key[1], num_tokens
+                team = teams.get(job)
                 if team is None:
-                    team = teams[shape, num_tokens] = self._team(shape.region, num_tokens, len(workers))
+                    width = self._widths[group.key[1]]
+                    team = teams[job] = self._model.team(ranks, width, num_tokens, len(workers))
                 members = tuple(
                     workers[(next_worker + number) % len(workers)] for number in range(team.num_members)
                 )
@@ -217,34 +214,29 @@ class WorkerGateway:
                         max(1, round(team.seconds * 1e6)),
                     )
                 )
-        jobs = iter(self._pool.submit(wanted))
+        published = iter(self._pool.submit(wanted))
         views = _PassViews(self._rows)
         invocations = {}
         for key, found in tasks.items():
             made = []
             for row, _, group in found:
-                job = next(jobs)
+                place = next(published)
                 made.append(
                     Invocation(
                         key,
-                        job.sequence,
+                        place.sequence,
                         row.start,
                         row.end,
                         group.shape,
                         views,
-                        job.x_offset,
-                        job.y_offset,
+                        place.x_offset,
+                        place.y_offset,
                         self._ready,
                         self._done,
                     )
                 )
             invocations[key] = tuple(made)
         return invocations
-
-    def _team(self, region: Region, num_tokens: int, num_workers: int) -> Team:
-        tiles = tiles_of(region.padded_ranks)
-        predict_s, shares = partial(self._predict_s, region), self._pool.shares_matrices
-        return choose_team(predict_s, tiles, num_tokens, num_workers, self._costs, shares=shares)
 
     def _drop_published(self) -> None:
         """Let the workers complete the jobs of a pass that will not run.

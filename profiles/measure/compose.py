@@ -1,6 +1,6 @@
 """Makes a profile of the measurements. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..busy import CpuUse, busy_reasons
 from ..derive import min_group_bytes, tokens_per_worker
@@ -61,24 +61,19 @@ def compose(
     free_bytes: int,
 ) -> Profile:
     """Derive budgets and models, and put the profile together."""
-    groups = tuple(
-        GroupModel(shape.name, base_s, delta_s)
-        for shape, base_s, delta_s in zip(parts.groups, parts.base.base_s, parts.deltas.families, strict=True)
-    )
+    model = _model(subject, parts)
     budgets = tuple(
         RankBudget(
             rank,
             round(rank * parts.bytes_per_rank),
-            tokens_per_worker(
-                groups, [rank * len(shape.columns) for shape in parts.groups], parts.max_tokens
-            ),
+            tokens_per_worker(model, [rank * len(shape.columns) for shape in parts.groups], parts.max_tokens),
         )
         for rank in effort.delta_ranks
     )
     return Profile(
         subject=subject,
         created_at=created_at,
-        model=_model(subject, parts, groups, budgets),
+        model=model,
         min_group_bytes=min_group_bytes(parts.link.model),
         coexecution_off=parts.off,
         reference_rank=REFERENCE_RANK,
@@ -94,6 +89,7 @@ def compose(
             )
             for point in parts.deltas.table().points
         ),
+        job_fit=parts.deltas.record,
         step_fit=parts.steps.record,
         decode_fit=parts.lora_decode.record,
         prefill_fit=parts.lora_prefill.record,
@@ -104,15 +100,16 @@ def compose(
     )
 
 
-def _model(
-    subject: Subject, parts: Parts, groups: tuple[GroupModel, ...], budgets: tuple[RankBudget, ...]
-) -> MachineModel:
+def _model(subject: Subject, parts: Parts) -> MachineModel:
     decode, prefill = parts.lora_decode.record.fit.plane, parts.lora_prefill.record.fit.plane
     invocation = parts.invocation
     model = MachineModel(
         num_layers=subject.shape.num_layers,
         step_s=parts.steps.prefill_s,
-        groups=groups,
+        groups=tuple(
+            GroupModel(shape.name, base_s, shape.width)
+            for shape, base_s in zip(parts.groups, parts.base.base_s, strict=True)
+        ),
         invocation_s=0.0 if invocation is None else invocation.fixed_s,
         lora=LoraModel(
             decode_s_per_byte=decode.slopes[0],
@@ -124,12 +121,12 @@ def _model(
         ),
         link=parts.link.model,
         num_workers=parts.num_workers,
-        tokens_per_worker=next(b.tokens_per_worker for b in budgets if b.rank == REFERENCE_RANK),
         invocation_s_per_token=0.0 if invocation is None else invocation.s_per_token,
         assisted_pass_s=0.0 if invocation is None else invocation.pass_s,
         contention=0.0 if invocation is None else invocation.contention,
-        member_s=0.0 if invocation is None else invocation.team.member_s,
-        share_s=0.0 if invocation is None else invocation.team.share_s,
+        job=parts.deltas.job
+        if invocation is None
+        else replace(parts.deltas.job, member_s=invocation.member_s, share_s=invocation.member_s),
     )
     steps = parts.steps
     return with_steps(

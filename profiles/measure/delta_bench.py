@@ -40,6 +40,11 @@ class GroupShape(msgspec.Struct, frozen=True):
     in_features: int
     columns: tuple[int, ...]
 
+    @property
+    def width(self) -> float:
+        """Values of A and B for each rank, the mean of its targets."""
+        return self.in_features + sum(self.columns) / len(self.columns)
+
 
 class DeltaTask(msgspec.Struct, frozen=True):
     """The input of the process."""

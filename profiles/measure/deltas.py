@@ -13,11 +13,13 @@ import msgspec
 from ...cpu_workers.deltas.measure import TORCH_MARGIN
 from ...cpu_workers.deltas.table import DeltaShape, DeltaTable, DeltaTime
 from ...cpu_workers.process_life import signals_held
+from ...cpu_workers.teams import JobModel
 from ...cpu_workers.worker_process import ENVIRONMENT, describe_end
 from ..busy import relative_spread
-from ..curve import Curve, CurveFamily, median
+from ..curve import Curve, median
 from ..derive import crossovers
-from ..profile import DeltaCurves, Profile, ProfileError
+from ..fit import fit_plane, fit_with_held_out, relative_error
+from ..profile import DeltaCurves, FitRecord, Profile, ProfileError
 from ..rounds import Progress
 from .delta_bench import DeltaProgress, DeltaReport, DeltaSamples, DeltaTask, GroupShape
 
@@ -25,13 +27,16 @@ from .delta_bench import DeltaProgress, DeltaReport, DeltaSamples, DeltaTask, Gr
 _MAX_START_S = 120.0
 _MAX_END_S = 10.0
 _MODULE = f"{__package__}.delta_bench"
+# Tokens for which reading a matrix and multiplying with it may take equally long.
+_BALANCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaTimes:
     """Times of a worker core in seconds, by input group."""
 
-    families: tuple[CurveFamily, ...]  # with the fastest back end for each shape
+    job: JobModel  # with the fastest back end for each shape; without the costs of teams
+    record: FitRecord  # of ``job``
     points: tuple[DeltaSamples, ...]
     groups: tuple[GroupShape, ...]
     spreads: tuple[float, ...]
@@ -92,8 +97,10 @@ def measure_deltas(task: DeltaTask, slowdown: float, on_progress: Progress) -> D
     limit_s = _MAX_START_S + 20 * task.repeats.budget_s
     report = run_bench(task, limit_s, on_progress)
     points = tuple(_slowed(point, slowdown) for point in report.points)
+    job, record = fit_jobs(points, task.groups)
     return DeltaTimes(
-        tuple(_family(points, group) for group in range(len(task.groups))),
+        job,
+        record,
         points,
         task.groups,
         tuple(relative_spread(times) for point in points for times in point.times_s.values()),
@@ -106,15 +113,25 @@ def _slowed(point: DeltaSamples, slowdown: float) -> DeltaSamples:
     return msgspec.structs.replace(point, times_s=times_s)
 
 
-def _family(points: Sequence[DeltaSamples], group: int) -> CurveFamily:
-    """By the sum of ranks: each shape with its fastest back end."""
-    curves: dict[int, dict[float, float]] = {}
-    for point in points:
-        if point.group == group:
-            best_s = min(median(times) for times in point.times_s.values())
-            curves.setdefault(point.rank_sum, {})[point.num_tokens] = best_s
-    keys = sorted(curves)
-    return CurveFamily(tuple(float(key) for key in keys), tuple(Curve.rising(curves[key]) for key in keys))
+def fit_jobs(points: Sequence[DeltaSamples], groups: Sequence[GroupShape]) -> tuple[JobModel, FitRecord]:
+    """Fit a worker's time. Raises ``ValueError`` for too few points."""
+    y = [min(median(times) for times in point.times_s.values()) for point in points]
+
+    def terms(balance: int) -> list[tuple[float, float]]:
+        return [
+            (p.num_values * max(1.0, p.num_tokens / balance), p.num_tokens * groups[p.group].width)
+            for p in points
+        ]
+
+    def error(balance: int) -> float:
+        plane = fit_plane(terms(balance), y)
+        return relative_error([plane.at(point) for point in terms(balance)], y)
+
+    balance = min(_BALANCES, key=error)
+    fit = fit_with_held_out(terms(balance), y)
+    s_per_value, s_per_row_value = fit.plane.slopes
+    job = JobModel(s_per_value, s_per_value / balance, s_per_row_value, fit.plane.intercept)
+    return job, FitRecord(fit, tuple(terms(balance)), tuple(y))
 
 
 def spread_out(values: Sequence[int], count: int) -> tuple[int, ...]:

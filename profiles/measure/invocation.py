@@ -15,7 +15,7 @@ from ...cpu_workers.deltas.base import ITEM_BYTES
 from ...cpu_workers.deltas.table import DeltaTable
 from ...cpu_workers.kernels.lora.regions import Matrices, TargetShape, plan_packed, write_region
 from ...cpu_workers.pool import PoolConfig, WorkerPool
-from ...cpu_workers.teams import TeamCosts, share_of, tiles_of
+from ...cpu_workers.teams import JobModel
 from ...gpu.coexec.cold_deltas import ColdDeltas, ColdPlan
 from ...gpu.coexec.gateway import AssistedRow, PlacedGroup, WorkerGateway
 from ...gpu.coexec.handover import Exchange
@@ -25,7 +25,7 @@ from ...gpu.device.host_memory import HostMemory, TorchDevice
 from ...shm.region import Region
 from ...shm.segment import Segment
 from ..busy import relative_spread
-from ..curve import CurveFamily, median
+from ..curve import median
 from ..fit import fit_line
 from ..profile import ProfileError
 from ..rounds import Case, Progress, Repeats, measure_rounds
@@ -37,7 +37,8 @@ from .stopwatch import GroupSpan, GroupTimer
 _RANK = 8  # little arithmetic, so that other costs show
 _BUSY_RANK = 64  # workers compute during a large part of the device's products
 _MAX_CONTENTION = 1.0  # two that alternate take at most twice as long
-_NO_TEAM, _WHOLE_TEAM = TeamCosts(1e3, 1e3), TeamCosts(0.0, 0.0)  # each job is said to take 1 s
+# Each job is said to take seconds, as deadlines are large multiples of it: by one worker, and by all.
+_ALONE, _TOGETHER = JobModel(call_s=1.0), JobModel(s_per_value=1e-4, call_s=1.0)
 _TIMEOUT_S = 60.0
 _READY_TIMEOUT_S = 100.0
 _MIN_COST_S = 1e-7  # the resolution of clocks
@@ -62,7 +63,7 @@ class InvocationTimes:
     s_per_token: float
     pass_s: float
     contention: float  # see ``MachineModel``
-    team: TeamCosts
+    member_s: float  # see ``JobModel``; sharing counts like one more member
     by_tokens: tuple[tuple[int, float], ...]
     spreads: tuple[float, ...]
     left_out: tuple[str, ...]
@@ -129,6 +130,7 @@ class InvocationBench:
         self._exchange = exchange
         self._num_layers = groups.num_layers
         self._keys = frozenset(groups.keys)
+        self._widths = [shape.width for shape in groups.shapes]
         self._num_workers = len(options.cpus)
         with contextlib.ExitStack() as undo:
             self._adapter = _ArenaAdapter(groups, _RANK)
@@ -160,21 +162,21 @@ class InvocationBench:
             rows = self._register(self._pool.rows.segment, "rows of workers", undo)
             control = self._register(self._pool.control.segment, "control words", undo)
             self._alone, self._together = (
-                WorkerGateway(self._pool, rows, control, exchange, _unhurried, costs)
-                for costs in (_NO_TEAM, _WHOLE_TEAM)
+                WorkerGateway(self._pool, rows, control, exchange, model, self._widths)
+                for model in (_ALONE, _TOGETHER)
             )
             self._pool.wait_ready(_READY_TIMEOUT_S)
             self._undo = undo.pop_all()
 
     def measure(
-        self, tokens: Sequence[int], deltas: Sequence[CurveFamily], repeats: Repeats, on_progress: Progress
+        self, tokens: Sequence[int], job: JobModel, repeats: Repeats, on_progress: Progress
     ) -> InvocationTimes:
-        """Measure passes by number of tokens; ``deltas``: times of the arithmetic, by input group.
+        """Measure passes by number of tokens; ``job``: times of the arithmetic.
 
         Raises ``ProfileError`` if workers fail.
         """
         measured = measure_rounds(
-            [Case(str(n), partial(self._sample, n, deltas)) for n in tokens],
+            [Case(str(n), partial(self._sample, n, job)) for n in tokens],
             repeats,
             num_needed=2,
             clock=time.perf_counter,
@@ -189,7 +191,7 @@ class InvocationBench:
             line.slope,
             max(0.0, median([one.pass_s for one in samples])),
             _contention(samples),
-            self._team_costs(samples),
+            max(0.0, median([one.team_s for one in samples])) / self._num_workers,
             tuple(by_tokens),
             tuple(relative_spread(found) for found in costs_s.values()),
             tuple(f"invocations with {name} tokens" for name in measured.left_out),
@@ -199,58 +201,45 @@ class InvocationBench:
         """End the workers and free the shared memory."""
         self._undo.close()
 
-    def _team_costs(self, samples: Sequence[_Sample]) -> TeamCosts:
-        """Sharing counts like one more member."""
-        share_s = max(0.0, median([one.team_s for one in samples])) / self._num_workers
-        return TeamCosts(share_s, share_s)
-
-    def _sample(self, num_tokens: int, deltas: Sequence[CurveFamily]) -> _Sample:
+    def _sample(self, num_tokens: int, job: JobModel) -> _Sample:
         begin_s = time.perf_counter()
         alone = self._passes.lora_spans(self._passes.prefill_rows(num_tokens))
         middle_s = time.perf_counter()
         helped = self._run(num_tokens, self._adapter, self._alone)
         more_s = time.perf_counter() - middle_s - (middle_s - begin_s)
-        cost_s = self._cost_s(helped, num_tokens, deltas, 1)
+        cost_s = self._cost_s(helped, num_tokens, job, 1)
         team_s = 0.0
         if self._num_workers > 1:
             together = self._run(num_tokens, self._adapter, self._together)
-            team_s = self._cost_s(together, num_tokens, deltas, self._num_workers) - cost_s
+            team_s = self._cost_s(together, num_tokens, job, self._num_workers) - cost_s
         groups_s = sum(one.begin_s + one.add_s for one in helped)
         slowed_s = overlap_s = 0.0
         busy_spans = self._run(num_tokens, self._busy_adapter, self._together)
         for free, busy in zip(alone, busy_spans, strict=True):
-            delta_s = self._delta_s(self._busy_adapter, busy, num_tokens, deltas, self._num_workers)
+            delta_s = self._delta_s(self._busy_adapter, busy, num_tokens, job, self._num_workers)
             if delta_s:
                 slowed_s += busy.base_s - free.base_s
                 overlap_s += min(delta_s, free.base_s)
         return _Sample(cost_s, team_s, more_s - groups_s, slowed_s, overlap_s)
 
-    def _cost_s(
-        self, spans: Sequence[GroupSpan], num_tokens: int, deltas: Sequence[CurveFamily], sharers: int
-    ) -> float:
+    def _cost_s(self, spans: Sequence[GroupSpan], num_tokens: int, job: JobModel, sharers: int) -> float:
         """Median time of an invocation beside the arithmetic of ``self._adapter``."""
         costs_s = []
         for span in spans:
-            delta_s = self._delta_s(self._adapter, span, num_tokens, deltas, sharers)
+            delta_s = self._delta_s(self._adapter, span, num_tokens, job, sharers)
             if delta_s:
                 exposed_s = max(0.0, delta_s - span.base_s)
                 costs_s.append(span.begin_s + max(0.0, span.add_s - exposed_s))
         return max(_MIN_COST_S, median(costs_s))
 
     def _delta_s(
-        self,
-        adapter: _ArenaAdapter,
-        span: GroupSpan,
-        num_tokens: int,
-        deltas: Sequence[CurveFamily],
-        sharers: int,
+        self, adapter: _ArenaAdapter, span: GroupSpan, num_tokens: int, job: JobModel, sharers: int
     ) -> float:
         """Time of the arithmetic; 0 for groups without the usual shapes."""
         if (span.layer, span.group) not in self._keys:
             return 0.0
-        region = adapter.regions[span.group]
-        share = share_of(tiles_of(region.padded_ranks), sharers)
-        return deltas[span.group].at(region.rank_sum, num_tokens) * share
+        ranks = adapter.regions[span.group].padded_ranks
+        return job.part_s(ranks, self._widths[span.group], num_tokens, sharers)
 
     def _run(self, num_tokens: int, adapter: _ArenaAdapter, gateway: WorkerGateway) -> tuple[GroupSpan, ...]:
         """One pass with all deltas from the workers."""
@@ -282,11 +271,6 @@ def _contention(samples: Sequence[_Sample]) -> float:
     """Extra time of the device, as a share of the time in which both computed."""
     shares = [one.slowed_s / one.overlap_s for one in samples if one.overlap_s > 0.0]
     return min(_MAX_CONTENTION, max(0.0, median(shares))) if shares else 0.0
-
-
-def _unhurried(_region: Region, _num_tokens: int) -> float:
-    """Seconds granted to a worker; deadlines are large multiples of it. See ``_NO_TEAM``."""
-    return 1.0
 
 
 def _power_of_two(least: int) -> int:

@@ -301,7 +301,7 @@ class _Profiler(contextlib.ExitStack):
         tokens = cut(effort.invocation_tokens, limit)
         workers = InvocationBench(self._passes, bench.device, self._exchange, self._groups, limit, options)
         with contextlib.closing(workers):
-            return workers.measure(tokens, deltas.families, effort.invocation, on_progress), ""
+            return workers.measure(tokens, deltas.job, effort.invocation, on_progress), ""
 
     def _lora(self, meter: Meter) -> tuple[LoraTimes, LoraTimes, float]:
         effort = self._effort

@@ -74,10 +74,10 @@ def yaml_lines(config: EngineConfig, done: "ProfileRun", path: Path) -> str:
         given["engine-cores"] = format_cpus(plan.engine_cpus)
     given["profile"] = str(path.absolute())
     text: str = yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=10_000)
-    model = profile.model
+    tokens = ", ".join(f"{one.tokens_per_worker} at rank {one.rank}" for one in profile.budgets)
     return (
-        f"{text}# from the profile: {model.tokens_per_worker} tokens per worker core at rank "
-        f"{profile.reference_rank}, layer groups of {profile.min_group_bytes} bytes or more\n"
+        f"{text}# from the profile: tokens per worker core: {tokens}; "
+        f"layer groups of {profile.min_group_bytes} bytes or more\n"
     )
 
 

@@ -6,9 +6,7 @@ products of all tokens hide the workers' deltas.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from ...cpu_workers.teams import TeamCosts, choose_team, tiles_of
 from ...profiles.models import MachineModel
 from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
 from ..scheduler.cold import StepRows
@@ -45,7 +43,7 @@ class AdapterShape:
     """An adapter as the latency models see it."""
 
     num_bytes: int  # on the device
-    rank_sums: tuple[tuple[int, ...], ...]  # [layer][input group]: ranks of the group's targets
+    rank_sums: tuple[tuple[int, ...], ...]  # as ``AdapterLayers.rank_sums``
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +207,6 @@ def _exposed_s(
     """
     if not rows:
         return 0.0
-    costs = TeamCosts(model.member_s, model.share_s)
     total_s = 0.0
     for index, group in enumerate(model.groups):
         helped = [(number, rank_sums[index]) for number, rank_sums in rows if rank_sums[index]]
@@ -219,9 +216,7 @@ def _exposed_s(
             return float("inf")
         longest_s = busy_s = 0.0
         for number, rank_sum in helped:
-            tiles = tiles_of(rank_sum)
-            alone_s = partial(group.delta_s.at, rank_sum)
-            team = choose_team(alone_s, tiles, number, num_workers, costs)
+            team = model.job.team(rank_sum, group.width, number, num_workers)
             longest_s = max(longest_s, team.seconds)
             busy_s += team.seconds * team.num_members
             total_s += model.invoke_s(number)

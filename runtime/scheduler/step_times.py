@@ -114,7 +114,6 @@ class LearnedTimes:
             ),
             link=LinkModel(bytes_per_s=_NO_LINK_BYTES_PER_S, latency_s=0.0),
             num_workers=0,
-            tokens_per_worker=0,
         )
 
     def _at(self, num_tokens: int) -> float:

@@ -146,9 +146,7 @@ def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
         memory_bytes=int(profile.free_bytes * config.memory_share(device_type)),
         kv_bytes_per_token=shape.kv_bytes_per_token,
         adapter_bytes_per_rank=profile.budgets[0].adapter_bytes // profile.budgets[0].rank,
-        group_targets=tuple(
-            round(group.delta_s.keys[0] / profile.budgets[0].rank) for group in profile.model.groups
-        ),
+        group_targets=tuple(deltas.rank_sum // profile.reference_rank for deltas in profile.deltas),
         file_bytes_per_s=_FILE_BYTES_PER_S,
         block_size=config.block_size,
         max_num_batched_tokens=config.step_tokens(device_type),

@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from ...profiles.curve import Curve, CurveFamily
+from ...cpu_workers.teams import padded
+from ...profiles.curve import Curve
 from ...profiles.derive import min_group_bytes
-from ...profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
+from ...profiles.models import LinkModel, LoraModel, MachineModel
 from ..adapter import AdapterFacts, AdapterLayers
 from ..coldstart.link import group_of_layers
 from ..errors import ConfigError
@@ -24,8 +25,7 @@ class SimulatedMachine:
     memory_bytes: int  # for KV and adapters together
     kv_bytes_per_token: int
     adapter_bytes_per_rank: int  # over all layers
-    # Targets of an adapter that share an input: workers compute the sum of their ranks.
-    group_targets: tuple[int, ...]
+    group_targets: tuple[int, ...]  # targets of an adapter that share an input
     file_bytes_per_s: float  # of reading adapters that are not in the host's memory
     block_size: int = 16
     max_num_batched_tokens: int = 512
@@ -70,7 +70,7 @@ class SimulatedMachine:
         group_bytes = [0] * (group_of_layer[-1] + 1)
         for group, size in zip(group_of_layer, layer_bytes, strict=True):
             group_bytes[group] += size
-        rank_sums = tuple(number * rank for number in self.group_targets)
+        rank_sums = tuple(number * padded(rank) for number in self.group_targets)
         run_pages: tuple[int, ...] = ()
         if self.has_pages:
             num_matrices = 2 * num_layers * sum(self.group_targets)  # as if all had one size
@@ -98,23 +98,14 @@ AS_MODELLED = Factors()
 
 
 def slowed(model: MachineModel, factors: Factors) -> MachineModel:
-    """``model`` with times multiplied by ``factors``, and as many tokens per worker."""
+    """``model`` with times multiplied by ``factors``."""
     step = factors.step
     return replace(
         model,
         step_s=_scaled(model.step_s, step),
         decode_step_s=_scaled(model.decode_step_s, step) if model.decode_step_s else None,
-        groups=tuple(
-            GroupModel(
-                group.name,
-                _scaled(group.base_s, step),
-                CurveFamily(
-                    group.delta_s.keys,
-                    tuple(_scaled(curve, factors.workers) for curve in group.delta_s.curves),
-                ),
-            )
-            for group in model.groups
-        ),
+        groups=tuple(replace(group, base_s=_scaled(group.base_s, step)) for group in model.groups),
+        job=model.job.slowed(factors.workers),
         invocation_s=model.invocation_s * factors.workers,
         invocation_s_per_token=model.invocation_s_per_token * factors.workers,
         lora=_slowed_lora(model.lora, step),

@@ -1,19 +1,18 @@
 """Teams: what members compute covers a job exactly, and the fastest team is chosen."""
 
 import itertools
-from collections.abc import Sequence
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from corun.cpu_workers.deltas.numba_backend import NumbaDelta
 from corun.cpu_workers.kernels.lora.regions import TargetShape, plan_packed
-from corun.cpu_workers.kernels.simd.layout import BFLOAT16, COLUMNS_PER_GROUP
-from corun.cpu_workers.teams import Team, TeamCosts, choose_team, part_of, tiles_of
+from corun.cpu_workers.kernels.simd.layout import BFLOAT16, COLUMNS_PER_GROUP, RANKS_PER_TILE
+from corun.cpu_workers.teams import JobModel, Team, part_of
 from hypothesis import given
 from hypothesis import strategies as st
 from support.deltas import POISON, DeltaCase, Workplace
-
-FREE = TeamCosts(0.0, 0.0)
 
 targets = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 300)), min_size=1, max_size=4)
 
@@ -33,7 +32,7 @@ def test_every_value_is_computed_by_one_member(
         sharing = parts[start : start + sharers]
         assert {part[:2] for part in sharing} == {sharing[0][:2]}
         tiles, columns = [part.tiles for part in sharing], [part.groups for part in sharing]
-        for ranges, total in ((tiles, tiles_of(region.padded_ranks)), (columns, groups)):
+        for ranges, total in ((tiles, region.padded_ranks // RANKS_PER_TILE), (columns, groups)):
             assert ranges[0][0] == 0 and ranges[-1][1] == total
             assert all(left[1] == right[0] for left, right in itertools.pairwise(ranges))
             assert all(first <= end for first, end in ranges)
@@ -87,38 +86,49 @@ def _compute_by_team(place: Workplace, backend: NumbaDelta, members: int, token_
         backend.expand(job, h[part.first_token :].ctypes.data, part.groups)
 
 
-def _seconds(tokens: int) -> float:
-    return 1e-4 + 1e-5 * tokens
+MODEL = JobModel(s_per_value=1e-9, s_per_product=1e-10, s_per_row_value=1e-10, call_s=1e-6)
+WIDTH = 8192.0
 
 
 @pytest.mark.parametrize(
     ("num_tiles", "num_tokens", "num_workers", "costs", "expected"),
     [
-        (24, 1, 4, FREE, (4, 1)),
-        (24, 64, 4, FREE, (4, 1)),  # each reads a quarter; with the tokens cut, each reads everything
-        (24, 1, 4, TeamCosts(1.0, 1.0), (1, 1)),  # a team costs more than it saves
-        (1, 8, 4, TeamCosts(2e-5, 2e-5), (2, 1)),
-        (8, 256, 2, TeamCosts(0.0, 1e-2), (2, 2)),  # waiting for each other is expensive: cut tokens
+        (24, 1, 4, {}, (4, 1)),
+        (24, 8, 4, {}, (4, 1)),  # each reads a quarter; with the tokens cut, each reads everything
+        (24, 1, 4, {"member_s": 1.0, "share_s": 1.0}, (1, 1)),  # a team costs more than it saves
+        (1, 8, 4, {"member_s": 2e-5, "share_s": 1e-6}, (1, 1)),
+        (8, 256, 2, {"share_s": 1e-2}, (2, 2)),  # waiting for each other is expensive: cut tokens
     ],
 )
 def test_the_fastest_team(
-    num_tiles: int, num_tokens: int, num_workers: int, costs: TeamCosts, expected: tuple[int, int]
+    num_tiles: int, num_tokens: int, num_workers: int, costs: dict[str, float], expected: tuple[int, int]
 ) -> None:
-    team = choose_team(_seconds, num_tiles, num_tokens, num_workers, costs)
+    model = replace(MODEL, **costs)
+    team = model.team(8 * num_tiles, WIDTH, num_tokens, num_workers)
     assert (team.num_members, team.token_parts) == expected
-    assert team.seconds <= _seconds(num_tokens)
+    assert team.seconds <= model.part_s(8 * num_tiles, WIDTH, num_tokens)
 
 
 def test_even_one_token_is_shared_by_many() -> None:
-    team = choose_team(_seconds, 24, 1, 16, FREE)
+    team = MODEL.team(8 * 24, WIDTH, 1, 16)
+    values_s = 8 * 24 * WIDTH * MODEL.s_per_value
     assert team.num_members == 16
-    assert _seconds(1) / 16 < team.seconds < _seconds(1) / 12  # 24 tiles, two for the slowest
+    assert values_s / 16 < team.seconds < values_s / 12 + 1e-5  # 24 tiles, two for the slowest
 
 
-def test_only_tokens_are_cut_for_back_ends_that_share_nothing() -> None:
-    team = choose_team(_seconds, 24, 40, 8, FREE, shares=False)
-    assert team == Team(5, 5, _seconds(8))
-    assert choose_team(_seconds, 24, 8, 8, FREE, shares=False) == Team(1, 1, _seconds(8))
+def test_only_tokens_are_cut_if_matrices_cannot_be_shared() -> None:
+    model = replace(MODEL, share_s=math.inf)
+    assert model.team(8 * 24, WIDTH, 40, 8) == Team(5, 5, model.part_s(8 * 24, WIDTH, 8))
+    assert model.team(8 * 24, WIDTH, 8, 8) == Team(1, 1, model.part_s(8 * 24, WIDTH, 8))
+
+
+def test_a_part_takes_the_larger_of_reading_and_multiplying_and_the_time_of_its_rows() -> None:
+    values, rows = 64 * WIDTH, WIDTH
+    few, many = MODEL.part_s(64, WIDTH, 4), MODEL.part_s(64, WIDTH, 40)
+    assert few == pytest.approx(1e-6 + values * 1e-9 + 4 * rows * 1e-10)
+    assert many == pytest.approx(1e-6 + values * 40e-10 + 40 * rows * 1e-10)
+    assert MODEL.part_s(64, WIDTH, 4, 8) == pytest.approx(1e-6 + values / 8 * 1e-9 + 4 * rows * 0.5625e-10)
+    assert MODEL.part_s(60, WIDTH, 4, 8) > MODEL.part_s(60, WIDTH, 4, 9)
 
 
 @given(
@@ -126,17 +136,13 @@ def test_only_tokens_are_cut_for_back_ends_that_share_nothing() -> None:
     st.integers(1, 300),
     st.integers(1, 20),
     st.floats(0, 1e-3),
-    st.floats(0, 1e-3),
-    st.booleans(),
+    st.floats(0, 1e-3) | st.just(math.inf),
 )
 def test_a_team_is_possible_and_more_workers_are_never_slower(
-    num_tiles: int, num_tokens: int, num_workers: int, member_s: float, share_s: float, shares: bool
+    num_tiles: int, num_tokens: int, num_workers: int, member_s: float, share_s: float
 ) -> None:
-    costs = TeamCosts(member_s, share_s)
-    teams: Sequence[Team] = [
-        choose_team(_seconds, num_tiles, num_tokens, number, costs, shares=shares)
-        for number in (num_workers, num_workers + 1)
-    ]
+    model = replace(MODEL, member_s=member_s, share_s=share_s)
+    teams = [model.team(8 * num_tiles, WIDTH, num_tokens, n) for n in (num_workers, num_workers + 1)]
     for team, number in zip(teams, (num_workers, num_workers + 1), strict=True):
         assert 1 <= team.num_members <= number and team.num_members % team.token_parts == 0
-    assert teams[1].seconds <= teams[0].seconds <= _seconds(num_tokens)
+    assert teams[1].seconds <= teams[0].seconds <= model.part_s(8 * num_tiles, WIDTH, num_tokens)

@@ -103,7 +103,8 @@ def test_with_a_link_everything_is_measured(where: str, tmp_path: Path) -> None:
     assert profile.model.link.bytes_per_s > 0
     assert (profile.subject.machine.device == "cpu") == (where == "cpu")
     assert profile.subject.shape.num_layers == profile.model.num_layers == 5
-    assert f"tokens per worker core at rank {profile.reference_rank}" in done.stdout
+    tokens = {budget.rank: budget.tokens_per_worker for budget in profile.budgets}
+    assert f"tokens per worker core: {tokens[8]} at rank 8, " in done.stdout
     assert "measuring takes about" in done.stderr
     assert "s left" in done.stderr
     assert where == "cuda" or "cuda" not in (done.stdout + done.stderr).lower()

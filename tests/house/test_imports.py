@@ -82,7 +82,7 @@ _ALLOWED_IMPORTS = {
     "gpu/check": ("gpu", "shm", "cpu_workers.process_life", "profiles.models", "runtime"),
     "cpu_workers": ("cpu_workers", "shm"),
     "shm": ("shm",),
-    "profiles": ("profiles",),
+    "profiles": ("profiles", "cpu_workers.teams"),
     "profiles/measure": (
         "profiles",
         "gpu",

@@ -33,7 +33,7 @@ def make_engine(case: ParityCase, directory: Path) -> ColdEngine:
         {name: case.adapters[name] for name in sorted(names)},
         directory,
         # Steps are thought to be slow, or nothing would be brought back to the device.
-        figures=Figures(tokens_per_worker=8, step_s=Curve((0.0, 64.0), (0.01, 2.0))),
+        figures=Figures(step_s=Curve((0.0, 64.0), (0.01, 2.0))),
         delta_backend="numpy",
         load_strategy="assisted",
         memory_policy="corun",

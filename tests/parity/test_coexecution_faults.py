@@ -13,7 +13,6 @@ from corun.runtime.scheduler.cold import ColdChunk
 from corun.shm.errors import WorkerUnavailableError
 from support.cold_engine import ColdEngine
 from support.cold_parity import NUM_LAYERS, check, make_case, prompts, split_at
-from support.model_profiles import Figures
 from support.parity import ParityCase
 from support.residue import held
 from support.worker_pool import are_gone, wait_until
@@ -30,12 +29,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
 def engine(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ColdEngine]:
     before = held()
     with ColdEngine(
-        case.directory,
-        case.adapters,
-        tmp_path_factory.mktemp("engine"),
-        figures=Figures(tokens_per_worker=8),
-        num_workers=2,
-        delta_backend="numpy",
+        case.directory, case.adapters, tmp_path_factory.mktemp("engine"), num_workers=2, delta_backend="numpy"
     ) as engine:
         yield engine
         pids = [process.pid for process in engine.processes]

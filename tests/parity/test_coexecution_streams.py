@@ -13,7 +13,6 @@ from corun.gpu.device.host_memory import TorchDevice
 from corun.gpu.lora.adapter_layout import GroupKey
 from support.cold_engine import ColdEngine
 from support.cold_parity import NUM_LAYERS, PARTIAL_SPECS, check, make_case, prompts, split_at
-from support.model_profiles import Figures
 from support.parity import ADAPTER_SPECS, ParityCase
 
 
@@ -48,11 +47,7 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with (
         exchanged_by_streams(),
         ColdEngine(
-            case.directory,
-            case.adapters,
-            tmp_path_factory.mktemp("engine"),
-            figures=Figures(tokens_per_worker=8),
-            delta_backend="numpy",
+            case.directory, case.adapters, tmp_path_factory.mktemp("engine"), delta_backend="numpy"
         ) as engine,
     ):
         assert isinstance(engine.assistant.handover, StreamHandover)

@@ -3,7 +3,6 @@
 import pytest
 from support.cold_engine import ColdEngine
 from support.cold_parity import NAMES, NUM_LAYERS, check, make_case, prompts, split_at
-from support.model_profiles import Figures
 from support.parity import ParityCase
 
 
@@ -24,7 +23,6 @@ def test_every_back_end_and_more_workers_than_cores(
         case.directory,
         case.adapters,
         tmp_path_factory.mktemp("engine"),
-        figures=Figures(tokens_per_worker=8),
         num_workers=num_workers,
         delta_backend=delta_backend,
     ) as engine:

@@ -1,7 +1,7 @@
 """Curves: between, below and beyond their points."""
 
 import pytest
-from corun.profiles.curve import Curve, CurveFamily, median, rising
+from corun.profiles.curve import Curve, median, rising
 
 
 def test_linear_between_the_points_and_by_the_last_slope_beyond() -> None:
@@ -20,21 +20,6 @@ def test_below_the_first_point_its_value_holds() -> None:
 def test_points_that_make_no_curve_are_refused(x: tuple[float, ...], y: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="curve"):
         Curve(x, y)
-
-
-def test_a_family_is_linear_between_its_keys_and_proportional_above() -> None:
-    family = CurveFamily((8.0, 16.0), (Curve((1.0,), (1.0,)), Curve((1.0,), (3.0,))))
-    assert family.at(12.0, 1.0) == 2.0
-    assert family.at(4.0, 1.0) == 1.0
-    assert family.at(32.0, 1.0) == 6.0
-
-
-def test_a_family_needs_ascending_keys() -> None:
-    curve = Curve((1.0,), (1.0,))
-    with pytest.raises(ValueError, match="ascend"):
-        CurveFamily((8.0, 8.0), (curve, curve))
-    with pytest.raises(ValueError, match="keys"):
-        CurveFamily((8.0,), ())
 
 
 def test_median_of_odd_and_even_numbers() -> None:

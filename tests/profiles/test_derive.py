@@ -1,37 +1,40 @@
 """Token budgets, layer groups and crossovers from curves."""
 
-from corun.profiles.curve import Curve, CurveFamily
+from dataclasses import replace
+
+from corun.cpu_workers.teams import JobModel
+from corun.profiles.curve import Curve
 from corun.profiles.derive import crossovers, min_group_bytes, tokens_per_worker
-from corun.profiles.models import GroupModel, LinkModel
+from corun.profiles.models import GroupModel, LinkModel, MachineModel
+from support.simulation import MODEL
 
 
-def _group(base: Curve, delta: Curve) -> GroupModel:
-    return GroupModel("q_proj", base, CurveFamily((48.0,), (delta,)))
+def _model(base: Curve, *, read_s: float = 0.0, multiply_s: float = 0.0) -> MachineModel:
+    """One input group; at a rank sum of 48 a core reads and multiplies in these times."""
+    groups = (GroupModel("q_proj", base, 1 / 48),)
+    return replace(MODEL, groups=groups, job=JobModel(read_s, multiply_s))
 
 
-def test_the_budget_is_what_one_core_hides_behind_the_base_products() -> None:
+def test_tokens_per_core_are_what_it_hides_behind_the_base_products() -> None:
     base = Curve((1.0, 1001.0), (1e-3, 2e-3))  # 1 ms and 1 us per token
-    delta = Curve((1.0, 1001.0), (1e-5, 1.001e-2))  # 10 us per token
-    budget = tokens_per_worker([_group(base, delta)], [48], 4096)
+    budget = tokens_per_worker(_model(base, multiply_s=1e-5), [48], 4096)
     assert 100 <= budget <= 112  # 1e-3 + 1e-6 n = 1e-5 n at n = 111
 
 
-def test_a_core_that_never_keeps_up_gets_slices_at_its_best_rate() -> None:
+def test_a_core_that_never_keeps_up_has_its_best_rate() -> None:
     base = Curve((1.0, 1001.0), (1e-6, 1e-3))
-    delta = Curve((1.0, 17.0, 1001.0), (1e-3, 1e-3, 6.25e-2))  # flat up to 16 tokens
-    budget = tokens_per_worker([_group(base, delta)], [48], 4096)
-    assert 14 <= budget <= 18
+    model = _model(base, read_s=1e-3, multiply_s=6.25e-5)  # flat up to 16 tokens
+    assert 14 <= tokens_per_worker(model, [48], 4096) <= 18
 
 
 def test_groups_without_ranks_do_not_count() -> None:
-    slow = _group(Curve((1.0,), (1e-6,)), Curve((1.0,), (1.0,)))
-    fast = _group(Curve((1.0,), (1.0,)), Curve((1.0,), (1e-6,)))
-    assert tokens_per_worker([slow, fast], [0, 48], 512) == 512
+    model = _model(Curve((1.0,), (1.0,)), read_s=1e-6)
+    slow = GroupModel("o_proj", Curve((1.0,), (1e-9,)), 1.0)
+    assert tokens_per_worker(replace(model, groups=(slow, *model.groups)), [0, 48], 512) == 512
 
 
-def test_a_budget_is_no_more_than_a_step_computes() -> None:
-    fast = _group(Curve((1.0,), (1.0,)), Curve((1.0,), (1e-6,)))
-    assert tokens_per_worker([fast], [48], 100) == 100
+def test_tokens_per_core_are_no_more_than_a_step_computes() -> None:
+    assert tokens_per_worker(_model(Curve((1.0,), (1.0,)), read_s=1e-6), [48], 100) == 100
 
 
 def test_crossovers_end_with_what_was_measured() -> None:

@@ -25,7 +25,7 @@ def test_a_profile_without_the_form_of_kernels_is_of_exact_ones(tmp_path: Path) 
     assert load_profile(path) == PROFILE
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"machine": 3}', "[]", '{"format_version": 5}'])
+@pytest.mark.parametrize("text", ["", "{", '{"machine": 3}', "[]", '{"format_version": 6}'])
 def test_what_is_no_profile_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)

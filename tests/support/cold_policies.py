@@ -1,6 +1,7 @@
 """Cold requests from their registration to their rows, by the real policies and nothing else."""
 
-from corun.profiles.curve import Curve, CurveFamily
+from corun.cpu_workers.teams import JobModel
+from corun.profiles.curve import Curve
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
 from corun.runtime.adapters.content import AdapterContent
@@ -35,16 +36,15 @@ from support.scheduling import loads_of, policy_facts
 _NUM_LAYERS = 4
 _HOST_BYTES = (4096, 4096)  # of two layer groups
 _CURVE = Curve((1.0, 101.0), (0.001, 0.101))
-_DELTAS = CurveFamily((8.0,), (Curve((1.0, 101.0), (0.0002, 0.0202)),))
 _MODEL = MachineModel(
     num_layers=_NUM_LAYERS,
     step_s=Curve((1.0, 101.0), (0.004, 0.404)),
-    groups=(GroupModel("q_proj", _CURVE, _DELTAS),),
+    groups=(GroupModel("q_proj", _CURVE, 1 / 8),),
     invocation_s=0.00002,
     lora=LoraModel(0.0, 0.0, 0.0, 0.0),
     link=LinkModel(1000.0, 0.0),
     num_workers=1,
-    tokens_per_worker=64,
+    job=JobModel(s_per_product=0.0002),
 )
 _CONFIG = SchedulerConfig(
     max_num_batched_tokens=64,

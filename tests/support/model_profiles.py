@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from corun.cpu_workers.teams import JobModel
 from corun.gpu.execution import assemble
 from corun.gpu.execution.threads import set_threads
 from corun.gpu.model.source import ModelSource
-from corun.profiles.curve import Curve, CurveFamily
+from corun.profiles.curve import Curve
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.profiles.profile import Subject, save_profile
 from corun.runtime.config.engine import EngineConfig
@@ -19,7 +20,7 @@ from corun.runtime.machine.facts import read_machine_facts
 from support.profiles import PROFILE
 
 _STEP_S = Curve((1.0, 512.0), (0.002, 0.02))
-_DELTA_S = Curve((1.0, 512.0), (1e-5, 1e-3))
+_JOB = JobModel(s_per_product=2e-6, call_s=1e-5)  # at a rank sum of 16
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,7 @@ class Figures:
     """Properties of an invented machine."""
 
     step_s: Curve = _STEP_S
-    delta_s: Curve = _DELTA_S  # of one input group, at a rank sum of 16
     link_bytes_per_s: float = 1e9
-    tokens_per_worker: int = 64
     min_group_bytes: int = 1
 
 
@@ -42,14 +41,12 @@ def save_made_up_profile(config: EngineConfig, path: Path, figures: Figures | No
     model = MachineModel(
         num_layers=num_layers,
         step_s=figures.step_s,
-        groups=tuple(
-            GroupModel(name, base_s, CurveFamily((16.0,), (figures.delta_s,))) for name, _, _ in groups
-        ),
+        groups=tuple(GroupModel(name, base_s, 1 / 16) for name, _, _ in groups),
         invocation_s=2e-5,
         lora=LoraModel(1e-9, 1e-5, 1e-12, 1e-5),
         link=LinkModel(figures.link_bytes_per_s, 1e-5),
         num_workers=int(subject.settings.has_workers),
-        tokens_per_worker=figures.tokens_per_worker,
+        job=_JOB,
     )
     save_profile(
         replace(PROFILE, subject=subject, model=model, min_group_bytes=figures.min_group_bytes), path

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from corun.cpu_workers.teams import JobModel
 from corun.profiles import profile
-from corun.profiles.curve import Curve, CurveFamily
+from corun.profiles.curve import Curve
 from corun.profiles.fit import Fit, Plane
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.profiles.profile import (
@@ -33,6 +34,11 @@ _PREFILL = FitRecord(
     (1e-3, 2e-3),
 )
 
+_JOBS = FitRecord(
+    Fit(Plane((1e-10, 1e-10), 1e-5), 0.99, 3, 3),
+    ((36864.0, 192.0), (36864.0, 1536.0), (294912.0, 12288.0)),
+    (1.4e-5, 1.5e-5, 4e-5),
+)
 _STEPS = FitRecord(
     Fit(Plane((1.0, 2e-5, 3e-9, 4e-8), 5e-4), 0.99, 3, 3),
     ((1e-3, 1.0, 0.0, 500.0), (2e-3, 64.0, 0.0, 640.0), (0.016, 1.0, 1e5, 0.0)),
@@ -53,12 +59,12 @@ PROFILE = Profile(
     model=MachineModel(
         num_layers=2,
         step_s=_CURVE,
-        groups=(GroupModel("q_proj", _CURVE, CurveFamily((24.0, 192.0), (_CURVE, _CURVE))),),
+        groups=(GroupModel("q_proj", _CURVE, 192.0),),
         invocation_s=2e-5,
         lora=LoraModel(1e-9, 1e-5, 1e-12, 1e-5, 1e-6, 2e-12),
         link=LinkModel(1e10, 1e-5),
         num_workers=1,
-        tokens_per_worker=64,
+        job=JobModel(1e-10, 1e-11, 1e-10, 1e-5, 1e-6, 2e-6),
         invocation_s_per_token=1e-7,
         host_step_s=5e-4,
         decode_step_s=Curve((1.0, 64.0), (0.0005, 0.0015)),
@@ -76,6 +82,7 @@ PROFILE = Profile(
         DeltaCurves("q_proj", 192, (("numba", _CURVE), ("torch", _CURVE)), ((1, "numba"), (128, "torch"))),
     ),
     delta_points=(DeltaPoint("numba", 1, 192, 36864, 10.0),),
+    job_fit=_JOBS,
     step_fit=_STEPS,
     decode_fit=_DECODE,
     prefill_fit=_PREFILL,

@@ -27,7 +27,6 @@ def machine_model(*, is_padded: bool = False) -> MachineModel:
         ),
         link=LinkModel(bytes_per_s=1e9, latency_s=0.0),
         num_workers=0,
-        tokens_per_worker=0,
         host_step_s=10e-3,
         decode_token_share=0.0,
     )

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from corun.profiles.curve import Curve, CurveFamily
+from corun.cpu_workers.teams import JobModel
+from corun.profiles.curve import Curve
 from corun.profiles.link import Direction
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
@@ -31,12 +32,12 @@ _PER_TOKEN_S = Curve((0.0, 10.0), (0.0, 10.0))
 MODEL = MachineModel(
     num_layers=2,
     step_s=_PER_TOKEN_S,
-    groups=(GroupModel("q_proj", Curve((0.0, 10.0), (0.0, 1.0)), CurveFamily((8.0,), (_PER_TOKEN_S,))),),
+    groups=(GroupModel("q_proj", Curve((0.0, 10.0), (0.0, 1.0)), 1 / 8),),
     invocation_s=0.25,
     lora=LoraModel(0.0, 0.0, 0.0, 0.0),
     link=LinkModel(1000.0, 0.5),
     num_workers=1,
-    tokens_per_worker=4,
+    job=JobModel(s_per_product=1.0),
     host_step_s=0.5,
 )
 MACHINE = SimulatedMachine(

@@ -40,7 +40,6 @@ _ASSUMED_MACHINE = MachineModel(
     ),
     link=LinkModel(bytes_per_s=1e9, latency_s=0.05),
     num_workers=0,
-    tokens_per_worker=0,
 )
 _POLL_TIMEOUT_S = 3.0  # gateways eject a silent engine sooner
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ....cpu_workers.teams import TeamCosts
+from ....cpu_workers.teams import JobModel
 from ....profiles.models import MachineModel
 from ....profiles.profile import Profile
 from ...coldstart.cold_start import PlannedColdStarts
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ....cpu_workers.pool import PoolConfig, WorkerPool
     from ....gpu.adapters.host import GroupLayers, HostAdapters
     from ....gpu.coexec.assistant import Assistant
-    from ....gpu.coexec.gateway import PredictDelta, WorkerGateway
+    from ....gpu.coexec.gateway import WorkerGateway
     from ....gpu.coexec.handover import Exchange
     from ....gpu.execution.assemble import LoadedModel
     from ....gpu.kv.host import HostKv
@@ -35,7 +35,6 @@ _LOG = logging.getLogger(__name__)
 
 _MAX_COLD_ROWS = 4  # of a step; each has a job in every input group
 _WORKERS_TIMEOUT_S = 60.0
-_MAX_KNOWN_JOBS = 4096  # with a cached prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +104,7 @@ def start_coexecution(
         )
         num_workers, model = 0, profile.model
         if workers is not None:
-            num_workers = workers.pool.num_workers
-            if not workers.pool.shares_matrices:  # its teams cut only tokens
-                model = replace(model, share_s=math.inf)
+            num_workers, model = workers.pool.num_workers, replace(model, job=workers.job)
         return Coexecution(
             assistant,
             _cold_starts(config, model, num_workers, max_tokens),
@@ -132,6 +129,7 @@ def _cold_starts(
 class _Workers:
     pool: "WorkerPool"
     gateway: "WorkerGateway"
+    job: JobModel
     close: Callable[[], None]
 
     def stats(self) -> CpuWorkerStats:
@@ -179,15 +177,12 @@ def _start_workers(
             pool.wait_ready(_WORKERS_TIMEOUT_S)
         except WorkerPoolError as error:
             _LOG.warning("CPU workers did not start; continuing without them for now: %s", error)
-        gateway = WorkerGateway(
-            pool,
-            rows,
-            control,
-            exchange,
-            _predictor(pool),
-            TeamCosts(profile.model.member_s, profile.model.share_s),
-        )
-        return _Workers(pool, gateway, undo.pop_all().close)
+        job = profile.model.job
+        if not pool.shares_matrices:  # its teams cut only tokens
+            job = replace(job, share_s=math.inf)
+        widths = [group.width for group in profile.model.groups]
+        gateway = WorkerGateway(pool, rows, control, exchange, job, widths)
+        return _Workers(pool, gateway, job, undo.pop_all().close)
 
 
 def _pool_config(
@@ -218,31 +213,6 @@ def _pool_config(
         delta_table=delta_table(profile),
         slowdown=config.worker_slowdown,
     )
-
-
-def _predictor(pool: "WorkerPool") -> "PredictDelta":
-    """Return a worker's predicted times, from its measurements, read at the first job."""
-    from ....cpu_workers.deltas.base import shape_of
-    from ....shm.region import Region
-
-    # All layers of a pass need the same value, and a table lookup costs more than publishing.
-    known_s: dict[tuple[Region, int], float] = {}
-
-    def predict_s(region: Region, num_tokens: int) -> float:
-        key = region, num_tokens
-        seconds = known_s.get(key)
-        if seconds is not None:
-            return seconds
-        table = pool.delta_table()
-        if table is None:
-            return 0.0  # unknown; the watch has its own limit for such jobs
-        if len(known_s) >= _MAX_KNOWN_JOBS:
-            known_s.clear()
-        shape = shape_of(region, num_tokens)
-        known_s[key] = table.predicted_us(table.best(shape), shape) / 1e6
-        return known_s[key]
-
-    return predict_s
 
 
 def _widths(loaded: "LoadedModel") -> tuple[int, int, int]:

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ....profiles.curve import Curve, CurveFamily
+from ....cpu_workers.teams import JobModel
+from ....profiles.curve import Curve
 from ....profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from ..machines import SimulatedMachine
-from .models import TP4_KERNELS, loraserve_model, toppings_model
+from .models import TP4_KERNELS, WORKER_FLOP_PER_S, loraserve_model, toppings_model
 from .shapes import LLAMA_7B, LLAMA_8B, LLAMA_13B, LLAMA_30B, LLAMA_70B, LlamaShape
 
 _GIB = 2**30
-_WORKER_FLOP_PER_S = 200e9  # by hand: a core with tiles of bfloat16
 
 
 def _a40(
@@ -34,7 +34,6 @@ def _a40(
         ),
         link=LinkModel(bytes_per_s=12e9, latency_s=1e-3),  # by hand: PCIe 3 x16 as it is reached
         num_workers=0,
-        tokens_per_worker=512,
         host_step_s=12e-3,  # by hand, as all that follow
         host_row_s=0.05e-3,
         prefill_s_per_token_key=7e-9,
@@ -69,24 +68,13 @@ def _with_workers(machine: SimulatedMachine, group_widths: Sequence[int]) -> Sim
     layer_s = model.step_s.at(max_tokens) / model.num_layers
     groups = []
     for index, (width, num_targets) in enumerate(zip(group_widths, machine.group_targets, strict=True)):
-        rank_sum = 64.0 * num_targets
-        delta_s = max_tokens * 64.0 * 2 * width / _WORKER_FLOP_PER_S
-        base_s = layer_s * width / sum(group_widths)
-        groups.append(
-            GroupModel(
-                f"group {index}",
-                Curve((0.0, max_tokens), (0.0, base_s)),
-                CurveFamily(
-                    (0.0, rank_sum),
-                    (Curve((0.0, max_tokens), (0.0, 0.0)), Curve((0.0, max_tokens), (0.0, delta_s))),
-                ),
-            )
-        )
+        base_s = Curve((0.0, max_tokens), (0.0, layer_s * width / sum(group_widths)))
+        groups.append(GroupModel(f"group {index}", base_s, width / num_targets))
     workers = replace(
         model,
         groups=tuple(groups),
         num_workers=16,
-        tokens_per_worker=16,
+        job=JobModel(s_per_product=2 / WORKER_FLOP_PER_S),
         invocation_s=20e-6,  # by hand
     )
     return replace(machine, name=f"{machine.name}-workers", model=workers)
@@ -146,7 +134,7 @@ def _card(
     model = MachineModel(
         num_layers=shape.num_layers,
         step_s=_read_or_multiply(num_bytes, bytes_per_s, flop_per_s),
-        groups=_card_groups(bytes_per_s, flop_per_s, core_flop_per_s),
+        groups=_card_groups(bytes_per_s, flop_per_s),
         invocation_s=_INVOCATION_S,
         lora=LoraModel(
             decode_s_per_byte=1.0 / bytes_per_s,
@@ -157,7 +145,7 @@ def _card(
         ),
         link=LinkModel(link_bytes_per_s, 20e-6),  # by hand, as the workers and the time of a row
         num_workers=16,
-        tokens_per_worker=16,
+        job=_card_job(core_flop_per_s),
         host_step_s=_SAMPLER_LAUNCHES * _LAUNCH_S + _WAIT_S,
         host_row_s=0.02e-3,
         read_s=launching_s,
@@ -178,16 +166,26 @@ def _card(
     )
 
 
-def _card_groups(bytes_per_s: float, flop_per_s: float, core_flop_per_s: float) -> tuple[GroupModel, ...]:
-    """The input groups of a layer, on the GPU and on one core."""
+def _card_job(core_flop_per_s: float) -> JobModel:
+    """A core reads at ``_CORE_BYTES_PER_S``. Modelled, as all that follows; nothing was measured.
+
+    x and y are in its cache. A worker takes a few calls from Python for a job, as here. A member
+    waits for a line of memory from another core, and sharing costs two more calls.
+    """
+    return JobModel(
+        s_per_value=2 / _CORE_BYTES_PER_S,
+        s_per_product=2 / core_flop_per_s,
+        call_s=5e-6,
+        member_s=0.3e-6,
+        share_s=5e-6,
+    )
+
+
+def _card_groups(bytes_per_s: float, flop_per_s: float) -> tuple[GroupModel, ...]:
+    """The input groups of a layer."""
     return tuple(
         GroupModel(
-            f"group {index}",
-            _read_or_multiply(base_bytes, bytes_per_s, flop_per_s),
-            CurveFamily(
-                (0.0, float(num_targets)),
-                (Curve((0.0,), (0.0,)), _read_or_multiply(2.0 * width, _CORE_BYTES_PER_S, core_flop_per_s)),
-            ),
+            f"group {index}", _read_or_multiply(base_bytes, bytes_per_s, flop_per_s), width / num_targets
         )
         for index, (base_bytes, width, num_targets) in enumerate(
             zip(LLAMA_8B.group_bytes, _WIDTHS_8B, _LLAMA_8B.group_targets, strict=True)

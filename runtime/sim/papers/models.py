@@ -6,7 +6,8 @@ rest of a step's fixed time with the number of layers. Costs of adapters are pro
 bytes.
 """
 
-from ....profiles.curve import Curve, CurveFamily
+from ....cpu_workers.teams import JobModel
+from ....profiles.curve import Curve
 from ....profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from .shapes import LLAMA_7B, LlamaShape
 
@@ -24,8 +25,7 @@ _EXACT_S_PER_RANK = 2.34e-6  # per rank of each row
 # v on the device.
 _ASSISTED_S = {64: 61e-3, 256: 126e-3}
 _NUM_WORKERS = 16  # figure 17, right
-_TOKENS_PER_WORKER = 16  # figure 12, right
-_WORKER_FLOP_PER_S = 200e9  # by hand: a core with tiles of bfloat16
+WORKER_FLOP_PER_S = 200e9  # by hand: a core with tiles of bfloat16
 _A100_BYTES_PER_S = 2.0e12  # of its memory, 80 GB: data sheet
 
 # LoRAServe, section V-B: Llama 7B on four A100s of 40 GB. Prompts of 2,000 tokens take 2.7 times as
@@ -68,7 +68,7 @@ def toppings_model(shape: LlamaShape, *, is_padded: bool) -> MachineModel:
         ),
         link=_SLOW_LINK,
         num_workers=_NUM_WORKERS,
-        tokens_per_worker=_TOKENS_PER_WORKER,
+        job=JobModel(s_per_product=2 / WORKER_FLOP_PER_S),
         invocation_s_per_token=invocation_s_per_token * shape.hidden / LLAMA_7B.hidden,
         decode_step_s=Curve((1.0,), (_fixed_s(shape, _DECODE_S, _A100_BYTES_PER_S),)),
     )
@@ -89,7 +89,6 @@ def loraserve_model(shape: LlamaShape, kernels: str) -> MachineModel:
         lora=LoraModel(byte_s, 0.0, byte_s, 0.0, is_padded=kernels == "padded"),
         link=_FAST_LINK,
         num_workers=0,
-        tokens_per_worker=int(_MAX_TOKENS),
         host_step_s=_fixed_s(shape, _TP4_STEP_S, _TP4_BYTES_PER_S),
         decode_s_per_key=_TP4_S_PER_KEY * key_share,
     )
@@ -114,13 +113,8 @@ def _invocations() -> tuple[float, float]:
 
 def _qkv(shape: LlamaShape, fixed_s: float, token_s: float) -> GroupModel:
     share = shape.qkv_share / shape.num_layers
-    width = shape.qkv_bytes_per_rank // (2 * shape.num_layers)
-    delta_s = 64.0 * 2 * width / _WORKER_FLOP_PER_S
-    return GroupModel(
-        "q_proj",
-        _line(share * fixed_s, share * token_s),
-        CurveFamily((0.0, 3 * 64.0), (_line(0.0, 0.0), _line(0.0, delta_s))),
-    )
+    width = shape.qkv_bytes_per_rank / (2 * 3 * shape.num_layers)
+    return GroupModel("q_proj", _line(share * fixed_s, share * token_s), width)
 
 
 def _line(fixed_s: float, token_s: float) -> Curve:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from corun.cpu_workers.teams import TeamCosts, TeamJob
+from corun.cpu_workers.teams import JobModel, TeamJob
 from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
 from corun.gpu.coexec.cold_deltas import Arrival
 from corun.gpu.coexec.gateway import PlacedGroup, WorkerGateway
@@ -77,9 +77,7 @@ class Passes:
         self.rows = device.register(pool.rows.segment.buffer, name="rows", is_paced=False)
         self.control = device.register(pool.control.segment.buffer, name="ctl", is_paced=False)
         exchange = Exchange(device, compute, compute)
-        gateway = WorkerGateway(
-            pool, self.rows, self.control, exchange, lambda region, tokens: 1e-4 * tokens, TeamCosts(0.0, 0.0)
-        )
+        gateway = WorkerGateway(pool, self.rows, self.control, exchange, JobModel(s_per_product=1e-4), [1.0])
         self.assistant = Assistant(HostHandover(exchange), as_torch(None), gateway, NUM_LAYERS)
         self.adapters = [Cold(driver, (0, 1, 2)), Cold(driver, (3, 4, 5))]
 

@@ -1,16 +1,19 @@
 """Deltas on one core: measured shapes and samples, in this process and in one of its own."""
 
 import os
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import msgspec
 import pytest
 from corun.cpu_workers.deltas.select import make_backend
 from corun.cpu_workers.deltas.table import DeltaShape, DeltaTime
-from corun.profiles.measure.delta_bench import DeltaTask, GroupShape, measure
-from corun.profiles.measure.deltas import delta_table, measure_deltas, spread_out
+from corun.cpu_workers.teams import JobModel
+from corun.profiles.measure.delta_bench import DeltaSamples, DeltaTask, GroupShape, measure
+from corun.profiles.measure.deltas import delta_table, fit_jobs, measure_deltas, spread_out
 from corun.profiles.profile import ProfileError
 from corun.profiles.rounds import Repeats
+from hypothesis import given
+from hypothesis import strategies as st
 from support.profiles import PROFILE
 
 _TASK = DeltaTask(
@@ -43,7 +46,7 @@ def test_a_process_on_the_cpu_of_a_worker_does_it() -> None:
     task = msgspec.structs.replace(_TASK, cpu=cpu, backend="numpy")
     times = measure_deltas(task, 1.0, lambda done, total: progress.append((done, total)))
     assert progress
-    assert [family.keys for family in times.families] == [(16.0, 32.0), (8.0, 16.0)]
+    assert len(times.record.y) == 12 and times.job.part_s(8, 100.0, 1) > 0
     q_proj = times.backend_curves(8)[0]
     assert (q_proj.group, q_proj.rank_sum) == ("q_proj", 16)
     assert [name for name, _ in q_proj.curves] == ["numpy"]
@@ -71,7 +74,24 @@ def test_slow_workers_take_their_times_longer(monkeypatch: pytest.MonkeyPatch) -
     report = measure(_TASK, [make_backend("numpy")])
     monkeypatch.setattr(deltas, "run_bench", lambda *_: report)
     once, thrice = (measure_deltas(_TASK, slowdown, lambda *_: None) for slowdown in (1.0, 3.0))
-    assert thrice.families[0].at(16, 4) == pytest.approx(3 * once.families[0].at(16, 4))
+    assert astuple(thrice.job) == pytest.approx(astuple(once.job.slowed(3.0)))
+
+
+@given(st.sampled_from((2, 8, 24)), st.floats(1e-11, 1e-9), st.floats(0, 1e-9), st.floats(1e-6, 1e-4))
+def test_a_worker_that_does_as_the_model_says_is_found(
+    balance: int, s_per_value: float, s_per_row_value: float, call_s: float
+) -> None:
+    model = JobModel(s_per_value, s_per_value / balance, s_per_row_value, call_s)
+    group = GroupShape("q_proj", 4096, (4096, 1024))
+    points = [
+        DeltaSamples(0, rank, tokens, 2 * rank, round(2 * rank * group.width), {"numba": [seconds]})
+        for rank in (8, 64)
+        for tokens in (1, 4, 16, 64, 256)
+        for seconds in [model.part_s(2 * rank, group.width, tokens)]
+    ]
+    job, record = fit_jobs(points, (group,))
+    assert astuple(job) == pytest.approx(astuple(model), rel=1e-3, abs=1e-14)
+    assert record.fit.relative_error == pytest.approx(0.0, abs=1e-3)
 
 
 def test_a_process_that_fails_is_told() -> None:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 import pytest
-from corun.profiles.curve import Curve, CurveFamily
+from corun.cpu_workers.teams import JobModel
+from corun.profiles.curve import Curve
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
 from corun.runtime.coldstart.cold_start import PlannedColdStarts
@@ -25,16 +26,15 @@ _LAYERS = 4
 def _model(link_bytes_per_s: float, invocation_s: float = 0.00002) -> MachineModel:
     """4 ms per token and step, 0.2 ms per token and group for the workers."""
     curve = Curve((1.0, 101.0), (0.001, 0.101))
-    deltas = CurveFamily((8.0,), (Curve((1.0, 101.0), (0.0002, 0.0202)),))
     return MachineModel(
         num_layers=_LAYERS,
         step_s=Curve((1.0, 101.0), (0.004, 0.404)),
-        groups=(GroupModel("q_proj", curve, deltas),),
+        groups=(GroupModel("q_proj", curve, 1 / 8),),
         invocation_s=invocation_s,
         lora=LoraModel(0.0, 0.0, 0.0, 0.0),
         link=LinkModel(link_bytes_per_s, 0.0),
         num_workers=1,
-        tokens_per_worker=64,
+        job=JobModel(s_per_product=0.0002),
     )
 
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from corun.profiles.curve import Curve, CurveFamily
+from corun.cpu_workers.teams import JobModel
+from corun.profiles.curve import Curve
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.profiles.step_time import RowCosts
 from corun.runtime.coldstart.cold import AdapterShape, ColdPart, ColdRequest, CoScheduledRows
@@ -18,16 +19,15 @@ _BOUNDED = PlannerConfig(max_stall_share=0.05)
 def _model(*, delta_s_per_token: float = 0.0005) -> MachineModel:
     """10 ms per layer of 10 tokens: 4 groups of 1 ms a token base, deltas of rank 16 as given."""
     base = Curve((1.0, 101.0), (0.001, 0.101))
-    delta = CurveFamily((16.0,), (Curve((1.0, 101.0), (delta_s_per_token, 101 * delta_s_per_token)),))
     return MachineModel(
         num_layers=_LAYERS,
         step_s=Curve((1.0, 101.0), (0.016, 0.016 * 101)),
-        groups=tuple(GroupModel(name, base, delta) for name in ("q_proj", "o_proj")),
+        groups=tuple(GroupModel(name, base, 1 / 16) for name in ("q_proj", "o_proj")),
         invocation_s=0.0001,
         lora=LoraModel(0.0, 0.0, 1e-9, 0.0),
         link=LinkModel(1e9, 0.0),
         num_workers=1,
-        tokens_per_worker=64,
+        job=JobModel(s_per_product=delta_s_per_token),
     )
 
 
@@ -227,7 +227,7 @@ def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
     ]
     in_turn_s = [number * _LAYERS * 2 * 0.0001 for number in (1, 2, 3)]
     assert wait_s == pytest.approx(in_turn_s, rel=0.02)
-    slow = replace(model, groups=_model(delta_s_per_token=0.002).groups)
+    slow = replace(model, job=model.job.slowed(2))
     step = StepForecast(slow, request, 8, CoScheduledRows(cold=(other,)), LoadStrategy.ASSISTED).at(0.0)
     assert step.wait_s == pytest.approx(_LAYERS * 2 * (2 * 0.0001 + 16 * 0.001), rel=1e-3)
 

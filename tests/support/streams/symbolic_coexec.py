@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from corun.cpu_workers.teams import TeamCosts
+from corun.cpu_workers.teams import JobModel
 from corun.gpu.adapters.arrival import Copied
 from corun.gpu.adapters.copier import AdapterCopier, Lane
 from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
@@ -187,8 +187,8 @@ class SymbolicEngine:
             as_torch(self.pool),
             as_torch(self.pool),
             exchange,
-            lambda *_: 1.0,
-            TeamCosts(0.0, 0.0),  # so that all workers are members
+            JobModel(s_per_product=1.0),  # so that all workers are members
+            [1.0] * shape.num_groups,
         )
         handover = StreamHandover(exchange, add_in_place)
         if shape.copies_y:

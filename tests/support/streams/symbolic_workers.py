@@ -38,7 +38,6 @@ class SymbolicPool:
     ) -> None:
         self.device, self.host = device, device.host
         self.config = SimpleNamespace(max_tokens=max_tokens, num_job_slots=64)
-        self.shares_matrices = True
         self.published = device.word("published", initial=_BEFORE)
         self.ready = device.word("ready", initial=_BEFORE)
         self.done = device.word("done", initial=_BEFORE)
