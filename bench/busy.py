@@ -6,8 +6,13 @@ and another project's server (``--peer``). Parts, each for weights in bfloat16, 
 
     speed    1, 8 and 16 clients, over the other checkout
     reading  the gap of one request over a plain read of the weights (bfloat16)
+    replay   decode steps that are replayed, over those that are not
     busy     8 requests and one stream, quiet, beside one and two spinning processes per core, and
              in a control group with a quota of 1.5 CPUs
+    again    the time to full speed after competitors have ended
+    start    servers that start beside competitors, compared with a quiet start after they end
+    gaps     8 clients with prompts of 1,024 tokens: gaps and rate, with the default of
+             --max-decode-gap-s and with no bound (bfloat16)
 
 Figures are stored in a file. An interrupted run continues, and repeats measurements that other
 programs disturbed. The last line is JSON.
@@ -26,7 +31,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from models import SIZES, make_adapters, save_model
-from neighbours.cells import Figures, Kept, Pace, loads, over_reading
+from neighbours.cells import (
+    Figures,
+    Kept,
+    Pace,
+    loads,
+    long_prompts,
+    over_reading,
+    quiet_again,
+    started_under_load,
+)
 from neighbours.competitors import quota, spinning
 from neighbours.servers import LOADS, Servers, Variant
 from neighbours.verdicts import QUOTA, cell_name, verdicts
@@ -40,7 +54,17 @@ _BUSY_LOADS = (8, 1)
 _QUOTA_CPUS = 1.5
 _WARM_S = 1.0
 _WORDS = {True: "met         ", False: "MISSED      ", None: "inconclusive"}
-_QUICK = Pace(rounds=1, pairs=1, settle_s=0.5, window_s=2.0)
+_QUICK = Pace(
+    rounds=1,
+    pairs=1,
+    settle_s=0.5,
+    window_s=2.0,
+    watch_s=6.0,
+    watch_window_s=2.0,
+    recovery_s=2.0,
+    starts=1,
+    long_requests=8,
+)
 _RESULTS = Path(__file__).parent / "results" / "busy"
 
 
@@ -62,6 +86,8 @@ class Bench:
         auto = Variant(shared if kind == KINDS[0] else (*shared, "--quantization", kind))
         variants = {
             "auto": auto,
+            "no replay": with_options(auto, "--decode-graphs", "off"),
+            "unbounded": with_options(auto, "--max-decode-gap-s", "86400"),
             "against": replace(auto, tree=self.against),
             "peer": Variant(peer_command=self.peers.get(kind), peer_fields=self.peer_fields),
         }
@@ -133,6 +159,21 @@ def measure_reading(bench: Bench, kind: str, servers: Servers) -> None:
         )
 
 
+def measure_replay(bench: Bench, kind: str, servers: Servers) -> None:
+    """Of decode steps."""
+    compared = {"auto": "auto", "no replay": "no replay", "auto again": "auto"}
+    for clients in _BUSY_LOADS:
+        measure_loads(
+            bench,
+            servers,
+            cell_name("replay", kind, clients),
+            compared,
+            clients,
+            rounds=bench.pace.pairs,
+            settle_s=_WARM_S,
+        )
+
+
 def measure_busy(bench: Bench, kind: str, servers: Servers) -> None:
     """Beside spinning processes, and in a group with a quota."""
     compared = {name: name for name in bench.compared(kind)}
@@ -161,10 +202,40 @@ def measure_busy(bench: Bench, kind: str, servers: Servers) -> None:
         print(f"{cell_name('busy', kind, QUOTA)}: skipped, {error}", flush=True)
 
 
+def measure_again(bench: Bench, kind: str, servers: Servers) -> None:
+    """Until full speed."""
+    bench.kept.cell(cell_name("again", kind), lambda: quiet_again(servers["auto"], 8, bench.pace))
+
+
+def measure_starts(bench: Bench, kind: str, servers: Servers) -> None:
+    """Of servers that find nothing kept but compiled kernels."""
+    for number in range(bench.pace.starts):
+
+        def measure() -> Figures:
+            with tempfile.TemporaryDirectory() as state:
+                variant = replace(servers.variants["auto"], state=Path(state))
+                return started_under_load(servers, variant, servers["auto"], bench.pace)
+
+        bench.kept.cell(cell_name("start", kind, number), measure)
+
+
+def measure_gaps(bench: Bench, kind: str, servers: Servers) -> None:
+    """Beside long prompts."""
+    if kind == KINDS[0]:
+        bench.kept.cell(
+            cell_name("gaps", kind),
+            lambda: long_prompts({name: servers[name] for name in ("auto", "unbounded")}, bench.pace),
+        )
+
+
 PARTS: Mapping[str, Callable[[Bench, str, Servers], None]] = {
     "speed": measure_speed,
     "reading": measure_reading,
+    "replay": measure_replay,
     "busy": measure_busy,
+    "again": measure_again,
+    "start": measure_starts,
+    "gaps": measure_gaps,
 }
 
 

@@ -32,6 +32,7 @@ class Variant:
 
     options: tuple[str, ...] = ()
     tree: Path | None = None  # a folder that has another corun; None = what this script imports
+    state: Path | None = None  # where it keeps what the next start reads; None = as always
     peer_command: str | None = None  # of another project's server, with {port}
     peer_fields: str = "{}"  # of requests to it, as JSON; ADAPTER = the adapter's number
 
@@ -71,6 +72,13 @@ class Server:
         window = Window.of(asyncio.run(loop), window_s)
         self._wait_until_idle()
         return window
+
+    def answers(self, num_clients: int, shape: tuple[int, int], num_requests: int) -> Window:
+        """Measure so many requests of ``shape`` until all have been answered."""
+        start_s = time.perf_counter()
+        jobs = self._make_jobs(shape, num_requests)
+        samples = asyncio.run(closed_loop(self.send, jobs, num_clients))
+        return Window.of(samples, time.perf_counter() - start_s)
 
     def read_adapters(self) -> None:
         """Have every adapter read, while nothing else runs."""
@@ -143,13 +151,18 @@ class Servers:
                         *variant.options,
                         preloaded=(),
                         prefix=self.prefix,
-                        environment=os.environ | ({"PYTHONPATH": str(variant.tree)} if variant.tree else {}),
+                        environment=_environment(variant),
                     )
                 )
                 send, url = http_sender(host, port), f"http://{host}:{port}"
             server = Server(send, adapters, self.vocab_size, url, pid)
             server.read_adapters()
             yield server
+
+
+def _environment(variant: Variant) -> dict[str, str]:
+    changed = {"PYTHONPATH": variant.tree, "XDG_STATE_HOME": variant.state}
+    return os.environ | {name: str(path) for name, path in changed.items() if path is not None}
 
 
 @contextlib.contextmanager

@@ -14,6 +14,10 @@ MAX_OVER_READ, MAX_OVER_FAST_READ, FAST_READ_GB_PER_S = 1.15, 1.35, 45.0
 MIN_OF_BEST_THREADS = 0.9
 MIN_OF_SHARE = 0.6
 MAX_GAP_OVER_SHARE = 4.0
+FULL_SPEED = 0.95
+MAX_QUIET_AGAIN_S = 60.0
+MAX_OVER_STARTED = 1.1
+MIN_BOUNDED_RATE = 0.97
 QUOTA = "quota"
 
 
@@ -94,12 +98,58 @@ def peer_verdicts(label: str, cell: Cells) -> Iterator[Verdict]:
     yield f"{label}: {ratio:.2f} of the peer's rate, >= 1", ratio >= 1
 
 
+def again_verdicts(label: str, cell: Cells) -> Iterator[Verdict]:
+    """When the speed from before competitors is reached again."""
+    least = FULL_SPEED * statistics.median(cell["before"])
+    when_s = next((when_s for when_s, rate in cell["after"] if rate >= least), None)
+    said = "is not reached again" if when_s is None else f"is reached again after {when_s:.0f} s"
+    yield (
+        f"{label}: {FULL_SPEED:g} of full speed {said}, <= {MAX_QUIET_AGAIN_S:g} s",
+        when_s is not None and when_s <= MAX_QUIET_AGAIN_S,
+    )
+
+
+def start_verdicts(label: str, cells: Sequence[Cells]) -> Iterator[Verdict]:
+    """Servers that started under load, once all is quiet, against one of a quiet start."""
+    for clients in ("1", "8"):
+        ratios = [paired(cell[clients], "quiet", "started under load").median for cell in cells]
+        num_held = sum(ratio <= MAX_OVER_STARTED for ratio in ratios)
+        yield (
+            f"{label}, {clients} requests: the quiet start is at most {max(ratios):.2f} x as fast, "
+            f"<= {MAX_OVER_STARTED} in {num_held} of {len(ratios)}",
+            num_held == len(ratios),
+        )
+
+
+def gap_verdicts(label: str, cell: Cells) -> Iterator[Verdict]:
+    """Gaps beside long prompts against their bound, and what the bound costs."""
+    gap_ms, bounds_ms = gap_of(cell["auto"]), cell["auto"]["bound_ms"]
+    if bounds_ms:
+        bound_ms = statistics.median(bounds_ms)
+        yield f"{label}: P95 gap {gap_ms:.0f} ms, <= {bound_ms:.0f} ms", gap_ms <= bound_ms
+    else:
+        yield f"{label}: P95 gap {gap_ms:.0f} ms, no step had a bound", None
+    ratio = paired(cell, "auto", "unbounded")
+    yield (
+        f"{label}: {_said(ratio)} of the tokens/s without a bound, >= {MIN_BOUNDED_RATE}",
+        ratio.median >= MIN_BOUNDED_RATE,
+    )
+
+
 def verdicts(cells: Cells) -> dict[str, bool | None]:
     """Of everything that has been measured."""
     found: dict[str, bool | None] = {}
     for name, cell in cells.items():
         is_disturbed = bool(cell["disturbed"])
         for said, is_met in _verdicts_of(name, cell, cells):
+            found[said] = None if is_disturbed else is_met
+    starts: dict[str, list[Cells]] = {}
+    for name, cell in cells.items():
+        if name.startswith("start/"):
+            starts.setdefault(name.rpartition("/")[0], []).append(cell)
+    for label, group in starts.items():
+        is_disturbed = any(cell["disturbed"] for cell in group)
+        for said, is_met in start_verdicts(label, group):
             found[said] = None if is_disturbed else is_met
     return found
 
@@ -120,6 +170,10 @@ def _verdicts_of(name: str, cell: Cells, cells: Cells) -> Iterator[Verdict]:
         quiet = cells.get(cell_name("busy", kind, 0, clients))
         if beside != QUOTA and quiet is not None:
             yield from share_verdicts(name, int(beside), cell, quiet)
+    elif part == "again":
+        yield from again_verdicts(name, cell)
+    elif part == "gaps":
+        yield from gap_verdicts(name, cell)
 
 
 def _said(ratio: Ratio) -> str:

@@ -94,9 +94,45 @@ def test_a_peer_is_to_be_reached_in_every_cell() -> None:
     assert [*judged(busy__int4__0__8=cell | {"peer": row(0.0)})] == [True]
 
 
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ([(5.0, 60.0), (40.0, 95.0), (90.0, 50.0)], True),
+        ([(5.0, 60.0), (61.0, 95.0)], False),
+        ([(5.0, 94.0)], False),
+    ],
+)
+def test_quiet_again(after: list[tuple[float, float]], *, expected: bool) -> None:
+    assert [*judged(again__int8={"before": [99.0, 100.0, 105.0], "after": after})] == [expected]
+
+
+def test_every_start_under_load_has_to_come_to_the_quiet_speed() -> None:
+    def start(rate: float) -> dict[str, Any]:
+        pair = {"quiet": row(110.0), "started under load": row(rate)}
+        return {"1": pair, "8": pair | {"started under load": row(110.0)}}
+
+    assert [*judged(start__int8__0=start(101.0), start__int8__1=start(120.0))] == [True, True]
+    assert [*judged(start__int8__0=start(101.0), start__int8__1=start(99.0))] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("gap_ms", "bounds_ms", "rate", "expected"),
+    [
+        (250.0, [200.0, 250.0, 900.0], 97.0, [True, True]),
+        (251.0, [200.0, 250.0, 900.0], 96.0, [False, False]),
+        (1.0, [], 97.0, [None, True]),
+    ],
+)
+def test_gaps_beside_long_prompts(
+    gap_ms: float, bounds_ms: list[float], rate: float, expected: list[bool | None]
+) -> None:
+    cell = {"auto": {**row(rate, gap_ms), "bound_ms": bounds_ms}, "unbounded": row(100.0, 2e3)}
+    assert [*judged(gaps__bfloat16=cell)] == expected
+
+
 def test_a_disturbed_cell_says_nothing() -> None:
-    cell = {"auto": row(120.0), "against": row(100.0), "auto again": row(120.0)}
-    assert [*judged(speed__int8__1=cell | {"disturbed": ["others"]})] == [None]
+    cell = {"before": [1.0], "after": [(5.0, 1.0)], "disturbed": ["others"]}
+    assert [*judged(again__int8=cell)] == [None]
 
 
 def test_cells_are_kept_and_measured_again_where_they_were_disturbed(
