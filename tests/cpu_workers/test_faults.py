@@ -396,7 +396,7 @@ def test_a_killed_engine_leaves_nothing(repository: Path, number: signal.Signals
 HOG = "while True: pass"
 
 
-@pytest.mark.parametrize("num_rounds", [8, pytest.param(63, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_rounds", [3, pytest.param(63, marks=pytest.mark.full)])
 def test_no_false_kill_in_many_jobs_on_a_loaded_machine(
     num_rounds: int, caplog: pytest.LogCaptureFixture
 ) -> None:

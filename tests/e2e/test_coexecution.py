@@ -73,7 +73,8 @@ def test_cold_and_warm_answer_the_same(server: Served, expected: list[str]) -> N
 @pytest.mark.parametrize(
     ("modules", "number"),
     [
-        (("worker",), signal.SIGKILL),
+        # tests/parity/test_coexecution_faults.py kills workers, too.
+        pytest.param(("worker",), signal.SIGKILL, marks=pytest.mark.full),
         pytest.param(("worker",), signal.SIGSTOP, marks=pytest.mark.full),
         pytest.param(("supervisor",), signal.SIGKILL, marks=pytest.mark.full),
         (("supervisor", "worker"), signal.SIGSTOP),
