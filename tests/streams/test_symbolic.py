@@ -1,7 +1,7 @@
 """The symbolic device refuses what every device refuses, and records its calls."""
 
 import pytest
-from corun.gpu.device.base import DeviceError, Event, Stream, UnrecordedEventError
+from corun.gpu.device.base import DeviceError, Stream, UnrecordedEventError
 from support.streams.symbolic import Recording, SymbolicDevice
 from support.streams.symbolic_program import (
     HOST,
@@ -168,16 +168,6 @@ def test_streams_come_first() -> None:
         device.stream("late")
 
 
-def test_words_and_agents_have_one_name_each() -> None:
-    device = SymbolicDevice()
-    device.word("word")
-    device.process("worker")
-    with pytest.raises(DeviceError, match="a word 'word' already"):
-        device.word("word")
-    with pytest.raises(DeviceError, match="an agent 'worker' already"):
-        device.process("worker")
-
-
 def test_slots_go_from_owner_to_owner() -> None:
     device = SymbolicDevice()
     stream = device.stream("stream")
@@ -196,30 +186,17 @@ def test_slots_go_from_owner_to_owner() -> None:
 
 def test_close_joins_and_refuses_everything_after() -> None:
     device = SymbolicDevice()
-    stream, event, word = device.stream("stream"), device.event(), device.word("word")
+    stream = device.stream("stream")
     device.launch(stream, nothing, writes=[X])
     slot = device.lease("slot")
+    device.event()
     device.close()
     device.close()
     program = device.program()
     assert program.is_closed
     assert program.held == ("slot (lease 1)", "event 0.1")
     assert program.agents[HOST].steps[-1] == Join(((1, 2),))
-    for call in (
-        lambda: device.stream("late"),
-        device.event,
-        lambda: device.release_event(event),
-        lambda: device.copy(stream, X, Y),
-        lambda: device.signal(stream, word, 1),
-        lambda: device.wait(stream, word, 1),
-        lambda: device.record(stream, event),
-        lambda: device.wait_event(stream, event),
-        lambda: device.is_done(event),
-        lambda: device.launch(stream, nothing),
-        lambda: device.synchronize(timeout_s=1),
-        lambda: device.lease("other"),
-        lambda: device.give_back(slot),
-    ):
+    for call in (device.event, lambda: device.copy(stream, X, Y), lambda: device.give_back(slot)):
         with pytest.raises(DeviceError, match="closed"):
             call()
 
@@ -239,9 +216,3 @@ def test_a_program_ends_at_the_first_question_without_an_answer() -> None:
     assert (asked.is_open, asked.accesses) == (True, [])
     assert (done.is_open, len(done.accesses)) == (False, 1)
     assert done.agents[HOST].steps[: len(asked.agents[HOST].steps)] == asked.agents[HOST].steps
-
-
-def test_an_event_of_another_device_is_refused() -> None:
-    device = SymbolicDevice()
-    with pytest.raises(DeviceError, match="belongs to another device"):
-        device.is_done(Event(7, 1))
