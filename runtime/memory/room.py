@@ -257,7 +257,13 @@ class RoomMaker:
             num_bytes -= self._evict(item, EvictionReason.KV)[0]
 
     def _may_go(self, item: MemoryItem) -> bool:
-        return not item.is_adapter or self._cache.is_evictable(item, include_waiting=False, keep=BASE_ADAPTER)
+        """Whether nothing waits for an item or is lost with it: KV that is tied to an adapter."""
+        if not isinstance(item, DeviceCopy):
+            return True
+        is_tied = self._cache.policy.rules.ties_kv_to_adapter
+        if is_tied and self._prefixes.num_blocks_of_version(item.adapter_id)[0]:
+            return False
+        return self._cache.is_evictable(item, include_waiting=False, keep=BASE_ADAPTER)
 
     def _evict(self, item: MemoryItem, reason: EvictionReason) -> tuple[int, int]:
         """Evict an item. Return freed bytes and blocks: KV may be evicted with an adapter."""

@@ -211,6 +211,17 @@ def test_leaves_that_the_host_has_go_down_to_the_high_mark(num_host_slots: int, 
     assert tier.used == num_left == num_on_device(path[:num_left])
 
 
+def test_an_adapter_does_not_leave_before_its_kv() -> None:
+    tier = Tier()
+    load(tier.memory, 1, 1)  # which ranks lowest
+    path = keep(tier.memory, 1, 99, adapter_id=AdapterId(1), namespace=b"adapter 1")
+    tier.visit(path, 1.0, AdapterId(1))
+    tier.settle()
+    tier.plan(1.0)
+    assert num_on_device(path) == 99, "the host has the beginning, not the leaves"
+    assert tier.memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
+
+
 def test_adapters_of_waiting_requests_stay() -> None:
     tier = Tier(num_host_slots=0)
     for number in range(1, 11):
