@@ -31,7 +31,8 @@ POLICIES = (BASELINE, *SCHEDULER_POLICIES)
 TIED = "corun-tied"
 # FastLibra-WOM, -WOS, -WOL; and without watermarks.
 LIBRA_VARIANTS = tuple(f"libra:{part}=0" for part in PARTS)
-MEMORY = (*MEMORY_POLICIES, TIED, *LIBRA_VARIANTS)
+SWAPPING = "corun:swapper=1"
+MEMORY = (*MEMORY_POLICIES, TIED, SWAPPING, *LIBRA_VARIANTS)
 SPLIT = "static-split"
 _SPLIT_SHARE = 0.2  # of memory, for adapters
 ACCURACY = 0.8  # of the oracle

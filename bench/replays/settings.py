@@ -59,6 +59,7 @@ LIBRA = (
     *(Setting("mooncake-8", rate_rps) for rate_rps in (1.46, 2.04)),
     *(Setting("mooncake-16", rate_rps) for rate_rps in (2.85, 4.0)),
 )
+START = Setting("gentd26", 2.0, machine="a40-llama8b-link3")  # of which 500 requests are enough
 DEFAULT_MEMORY_SETTINGS = (ZIPF_SLOW, MOONCAKE[1])
 FULL_MEMORY_SETTINGS = (
     ZIPF_SLOW,

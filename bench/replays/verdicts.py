@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from corun.runtime.sim.figures import Figures
 from paired import Ratio, ratio_of
 
-from replays.cells import ACCURACY, BASELINE, SPLIT, TIED, predictor_name
+from replays.cells import ACCURACY, BASELINE, SPLIT, SWAPPING, TIED, predictor_name
 from replays.settings import (
     ACCURACY_SETTINGS,
     FULL_MEMORY_SETTINGS,
@@ -15,6 +15,7 @@ from replays.settings import (
     GENTD26_SLOW,
     LIBRA,
     MOONCAKE,
+    START,
     WITH_WORKERS,
     ZIPF,
     ZIPF_SLOW,
@@ -43,6 +44,7 @@ _MAX_MEAN = 1.05  # of memory policies
 _MAX_SPREAD = 1.02  # of the means of all memory policies, with workers
 _MAX_LINK_SHARE = 0.6
 _MIN_BELOW_LRU = 0.05  # of ``libra``'s means
+_MIN_SWAPPING, _MAX_SWAPPING = 0.03, 1.01  # of the means of ``corun`` with swap-in
 _BINDING_RPS = 1.4  # from which on memory is what ``mooncake-8`` lacks
 _SLACK = 0.04  # of the interval's end, where something is not to be above a value
 
@@ -135,6 +137,9 @@ def memory_bounds() -> list[Bound]:
         for other in ("lru", "libra", "chameleon", TIED, SPLIT):
             bounds.append(Bound(setting, "corun", other, "mean", _MAX_MEAN, is_lower=False))
     bounds += [Bound(one, "libra", "lru", "mean", 1.0 - _MIN_BELOW_LRU, is_lower=True) for one in LIBRA]
+    bounds.append(Bound(START, SWAPPING, "corun", "mean", 1.0 - _MIN_SWAPPING, is_lower=True))
+    for setting in FULL_MEMORY_SETTINGS:
+        bounds.append(Bound(setting, SWAPPING, "corun", "mean", _MAX_SWAPPING, is_lower=False))
     return bounds
 
 
