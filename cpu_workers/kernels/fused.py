@@ -177,7 +177,6 @@ def gated(
 def _rotate_heads(
     x: int, head_stride: int, num_heads: int, dim: int, cos: np.ndarray, sin: np.ndarray, y: int
 ) -> None:
-    """All heads of one token."""
     half = len(cos) // 2
     for head in range(num_heads):
         values = carray(pointer(x + 2 * head * head_stride), (dim,), np.uint16)
@@ -279,7 +278,7 @@ def rotate(
         next. Both products are rounded before they are added.
     num_threads: at most as many as numba has started.
     """
-    whole = (
+    heads = (
         q,
         q_token_stride,
         q_head_stride,
@@ -290,14 +289,9 @@ def rotate(
         k_head_stride,
         k_heads,
         k_out,
-        dim,
-        cos,
-        sin,
-        table_stride,
-        rotary_dim,
-        np.int64(0),
-        num_tokens,
     )
+    tables = (dim, cos, sin, table_stride, rotary_dim)
+    whole = (*heads, *tables, np.int64(0), num_tokens)
     share = address_of(_rotate_share, whole)
     if num_threads == 1 or num_tokens * (q_heads + k_heads) * dim <= _SERIAL_VALUES:
         call_function(share, whole)
@@ -305,25 +299,4 @@ def rotate(
     for worker in prange(num_threads):
         first = num_tokens * worker // num_threads
         last = num_tokens * (worker + 1) // num_threads
-        call_function(
-            share,
-            (
-                q,
-                q_token_stride,
-                q_head_stride,
-                q_heads,
-                q_out,
-                k,
-                k_token_stride,
-                k_head_stride,
-                k_heads,
-                k_out,
-                dim,
-                cos,
-                sin,
-                table_stride,
-                rotary_dim,
-                first,
-                last,
-            ),
-        )
+        call_function(share, (*heads, *tables, first, last))

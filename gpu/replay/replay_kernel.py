@@ -71,7 +71,7 @@ def _emit_call(builder: ir.IRBuilder, letters: str, function: ir.Value, argument
     builder.call(builder.inttoptr(function, ir.FunctionType(result, kinds).as_pointer()), values)
 
 
-@emits("signature", "function", "arguments", tag=ANY_FORMAT)
+@emits("signature function arguments", tag=ANY_FORMAT)
 def _call(emit: Emitter, signature: ir.Value, function: ir.Value, arguments: ir.Value) -> None:
     """Call the C function at an address, with the types of the numbered signature."""
     builder = emit.builder

@@ -39,7 +39,7 @@ PEAKS, TOTALS, FACTORS = 0, VECTOR_BYTES, 2 * VECTOR_BYTES
 def _make_score(num_heads: int) -> Any:
     num_keys = LANES // num_heads
 
-    @emits("queries", "query_bytes", "last_head", "keys", "key_bytes", "last_key", "dim", "ahead", "scores")
+    @emits("queries query_bytes last_head keys key_bytes last_key dim ahead scores")
     def score(emit: Emitter, *values: Any) -> None:
         """Products of the heads' queries with 16 / H keys, one vector of ``scores``.
 
@@ -85,12 +85,7 @@ def _make_softmax_tile(num_heads: int) -> Any:
     num_keys = LANES // num_heads
 
     @emits(
-        "scores",
-        "count",
-        "scaling",
-        "softcap",
-        "state",
-        "weights",
+        "scores count scaling softcap state weights",
         result=types.int64,
         scaling=types.float32,
         softcap=types.float32,
@@ -159,7 +154,7 @@ def _make_add_values(num_heads: int, *, is_whole: bool) -> Any:
     """``is_whole``: of ``CHUNK_ELEMENTS`` elements; otherwise of the ``rest`` of a unit."""
     num_keys = LANES // num_heads
 
-    @emits("values", "value_bytes", "last_key", "rest", "ahead", "weights", "sums", "sum_bytes")
+    @emits("values value_bytes last_key rest ahead weights sums sum_bytes")
     def add_values(emit: Emitter, *values: Any) -> None:
         """Add weighted values, the row parts at ``values``, to the sums of the heads.
 
@@ -238,7 +233,7 @@ add_unit_2 = _make_add_values(2, is_whole=False)
 add_unit_4 = _make_add_values(4, is_whole=False)
 
 
-@emits("sums", "num_bytes")
+@emits("sums num_bytes")
 def clear_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value) -> None:
     """Set whole vectors of sums to zero."""
     count = emit.builder.sdiv(num_bytes, I64(VECTOR_BYTES))
@@ -246,7 +241,7 @@ def clear_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value) -> None:
         emit.store(constant(0.0), emit.offset(sums, loop.index, VECTOR_BYTES))
 
 
-@emits("sums", "num_bytes", "factor", factor=types.float32)
+@emits("sums num_bytes factor", factor=types.float32)
 def scale_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value, factor: ir.Value) -> None:
     """Multiply whole vectors of sums."""
     splat = emit.splat(factor, LANES)
@@ -256,7 +251,7 @@ def scale_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value, factor: ir.Va
         emit.store(emit.builder.fmul(emit.load(place, F32X16), splat), place)
 
 
-@emits("sums", "num_bytes", "added", "factor", factor=types.float32)
+@emits("sums num_bytes added factor", factor=types.float32)
 def add_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value, added: ir.Value, factor: ir.Value) -> None:
     """Add ``factor`` times other sums to whole vectors of sums."""
     splat = emit.splat(factor, LANES)
@@ -267,7 +262,7 @@ def add_sums(emit: Emitter, sums: ir.Value, num_bytes: ir.Value, added: ir.Value
         emit.store(emit.fma(other, splat, emit.load(place, F32X16)), place)
 
 
-@emits("state", "other")
+@emits("state other")
 def merge_states(emit: Emitter, state: ir.Value, other: ir.Value) -> None:
     """Join the softmax at ``other`` to that at ``state``.
 
@@ -285,7 +280,7 @@ def merge_states(emit: Emitter, state: ir.Value, other: ir.Value) -> None:
     emit.store(totals, emit.offset(state, TOTALS))
 
 
-@emits("sums", "target", "dim", "factor", factor=types.float32)
+@emits("sums target dim factor", factor=types.float32)
 def write_row(emit: Emitter, *values: Any) -> None:
     """Multiply ``dim`` sums by ``factor`` and write them as elements of a row."""
     sums, target, dim, factor = values

@@ -124,7 +124,6 @@ def _run_items(
     rules: Rules,
     shape: Shape,
 ) -> None:
-    """Run items until none is left."""
     own_bytes = state_bytes(shape)
     while True:
         number = next_number(step.counter)

@@ -154,7 +154,6 @@ def _start_rows(
 
 @part
 def _write_rows(tag: Any, item: Any, head: int, out: Rows, states: int, sums: int, shape: Shape) -> None:
-    """Write the results of all rows."""
     sum_row = _sum_bytes(shape)
     row = 0
     for number in range(item[1]):

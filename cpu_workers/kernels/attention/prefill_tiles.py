@@ -66,7 +66,7 @@ def _in_order(emit: Emitter, unit: ir.Value) -> list[ir.Value]:
     return [shuffle(emit.builder, even, odd, lanes[half : half + LANES]) for half in (0, LANES)]
 
 
-@emits("source", "dim", "target")
+@emits("source dim target")
 def pack_query(emit: Emitter, source: ir.Value, dim: ir.Value, target: ir.Value) -> None:
     """Copy a query row in steps, padded with zeros to whole units."""
     builder = emit.builder
@@ -81,7 +81,7 @@ def pack_query(emit: Emitter, source: ir.Value, dim: ir.Value, target: ir.Value)
             emit.store(vector, emit.offset(place, index * VECTOR_BYTES))
 
 
-@emits("rows", "dim", "target")
+@emits("rows dim target")
 def pack_keys(emit: Emitter, rows: ir.Value, dim: ir.Value, target: ir.Value) -> None:
     """Pack 16 keys, at the int64 addresses in ``rows``, padded to whole units."""
     builder = emit.builder
@@ -118,7 +118,7 @@ def _load_all(emit: Emitter, addresses: list[ir.Value], count: ir.Value) -> list
     return [builder.load(slot) for slot in slots]
 
 
-@emits("first", "second", "dim", "target")
+@emits("first second dim target")
 def pack_values(emit: Emitter, *values: ir.Value) -> None:
     """Pack one step of values: the rows at ``first`` and ``second``, or the first alone."""
     first, second, dim, target = values
@@ -191,7 +191,7 @@ def _multiply(
 def _make_score(num_vectors: int) -> Any:
     """Scores of four rows and 16 * ``num_vectors`` keys."""
 
-    @emits("queries", "query_bytes", "keys", "num_steps", "scores")
+    @emits("queries query_bytes keys num_steps scores")
     def score(emit: Emitter, *values: ir.Value) -> None:
         """Write the products of four rows of queries with packed keys."""
         queries, query_bytes, keys, num_steps, scores = values
@@ -206,7 +206,7 @@ def _make_score(num_vectors: int) -> Any:
     return score
 
 
-@emits("scores", "num_vectors", "scaling", "softcap", scaling=types.float32, softcap=types.float32)
+@emits("scores num_vectors scaling softcap", scaling=types.float32, softcap=types.float32)
 def softcap_tile(emit: Emitter, *values: Any) -> None:
     """Scale and soft-cap the scores of four rows."""
     scores, num_vectors, scaling, softcap = values
@@ -220,7 +220,7 @@ def softcap_tile(emit: Emitter, *values: Any) -> None:
             emit.store(builder.fmul(capped, limit), place)
 
 
-@emits("scores", "num_vectors", "limits", "first_key", "window")
+@emits("scores num_vectors limits first_key window")
 def mask_tile(emit: Emitter, *values: ir.Value) -> None:
     """Set scores of four rows to -inf where the key is not visible.
 
@@ -248,7 +248,7 @@ def _score_place(emit: Emitter, scores: ir.Value, row: int, vector: ir.Value) ->
     return emit.offset(emit.offset(scores, row * SCORE_ROW_BYTES), vector, VECTOR_BYTES)
 
 
-@emits("scores", "num_vectors", "scaling", "state", scaling=types.float32)
+@emits("scores num_vectors scaling state", scaling=types.float32)
 def softmax_tile(emit: Emitter, *values: Any) -> None:
     """Turn scores of four rows into weights; bring peaks and totals up to date.
 
@@ -297,7 +297,7 @@ def softmax_tile(emit: Emitter, *values: Any) -> None:
         emit.store(builder.load(slot), place)
 
 
-@emits("state", "row", "peak", "total", peak=types.float32, total=types.float32)
+@emits("state row peak total", peak=types.float32, total=types.float32)
 def start_row(emit: Emitter, *values: Any) -> None:
     """Set the peak of one of four rows, and its total."""
     state, row, peak, total = values
@@ -321,7 +321,7 @@ def invert_totals(emit: Emitter, state: ir.Value) -> None:
 
 
 def _make_add_values(num_vectors: int) -> Any:
-    @emits("weights", "values", "step_bytes", "num_steps", "state", "sums", "sum_bytes")
+    @emits("weights values step_bytes num_steps state sums sum_bytes")
     def add_values(emit: Emitter, *values: Any) -> None:
         """Multiply the sums of four rows by their factors and add weighted values to them."""
         weights, base, step_bytes, num_steps, state, sums, sum_bytes = values

@@ -81,9 +81,7 @@ def _write(
             emit.store_bfloat16(builder.fadd(total, more), place)
 
 
-@emits(
-    "weights", "panel_bytes", "x", "x_stride", "steps", "bias", "y", "y_stride", "num_tokens", tag=types.int32
-)
+@emits("weights panel_bytes x x_stride steps bias y y_stride num_tokens", tag=types.int32)
 def product_16x4(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k].
 
@@ -108,9 +106,7 @@ def product_16x4(emit: Emitter, *args: ir.Value) -> None:
     _call(emit, "tilerelease")
 
 
-@emits(
-    "weights", "panel_bytes", "x", "x_stride", "steps", "bias", "y", "y_stride", "num_tokens", tag=types.int32
-)
+@emits("weights panel_bytes x x_stride steps bias y y_stride num_tokens", tag=types.int32)
 def product_32x2(emit: Emitter, *args: ir.Value) -> None:
     """The same for 17 to 32 tokens and 2 panels: each register is read once for two products."""
     builder = emit.builder

@@ -131,78 +131,23 @@ def _multiply_panels(
 
 
 def _multiply_block(*arguments: Any) -> None:
-    """A block of tokens times a few panels, in the arithmetic of a format tag."""
+    """A block of tokens times a few panels, in the arithmetic of a format tag.
+
+    The arguments are those of ``quantized_product``, and the number of the first panel.
+    """
 
 
 @overload(_multiply_block)
-def _choose_tile(
-    tag: Any,
-    size: Any,
-    tile: Any,
-    own_panel_bytes: Any,
-    x: Any,
-    steps: Any,
-    bias: Any,
-    y: Any,
-    y_stride: Any,
-    last_token: Any,
-    ahead: Any,
-    is_half: Any,
-    scaling: Any,
-    panel: Any,
-) -> Any:
-    def in_float32(
-        tag: Any,
-        size: Any,
-        tile: Any,
-        own_panel_bytes: Any,
-        x: Any,
-        steps: Any,
-        bias: Any,
-        y: Any,
-        y_stride: Any,
-        last_token: Any,
-        ahead: Any,
-        is_half: Any,
-        scaling: Any,
-        panel: Any,
-    ) -> Any:
-        wide_product(size, tile, own_panel_bytes, x, steps, bias, y, y_stride, last_token, ahead, is_half)
+def _choose_tile(tag: Any, *arguments: Any) -> Any:
+    def in_float32(tag: Any, *arguments: Any) -> Any:
+        wide_product(*arguments[:-2])
 
-    def in_integers(
-        tag: Any,
-        size: Any,
-        tile: Any,
-        own_panel_bytes: Any,
-        x: Any,
-        steps: Any,
-        bias: Any,
-        y: Any,
-        y_stride: Any,
-        last_token: Any,
-        ahead: Any,
-        is_half: Any,
-        scaling: Any,
-        panel: Any,
-    ) -> Any:
-        own_scaling = scaling
-        if own_scaling:
-            own_scaling += panel * (steps // chunk_steps(tag)) * _LANES
-        quantized_product(
-            tag,
-            size,
-            tile,
-            own_panel_bytes,
-            x,
-            steps,
-            bias,
-            y,
-            y_stride,
-            last_token,
-            ahead,
-            is_half,
-            own_scaling,
-        )
+    def in_integers(tag: Any, *arguments: Any) -> Any:
+        scaling, panel = arguments[-2:]
+        if scaling:
+            steps = arguments[4]
+            scaling += panel * (steps // chunk_steps(tag)) * _LANES
+        quantized_product(tag, *arguments[:-2], scaling)
 
     return in_float32 if tag == types.uint16 else in_integers
 
@@ -304,36 +249,11 @@ def _multiply_units(*arguments: Any) -> None:
 
 
 @overload(_multiply_units)
-def _choose_arithmetic(
-    tag: Any,
-    weights: Any,
-    num_units: Any,
-    x: Any,
-    x_stride: Any,
-    steps: Any,
-    bias: Any,
-    y: Any,
-    y_stride: Any,
-    num_tokens: Any,
-    following: Any,
-    scaling: Any,
-) -> Any:
+def _choose_arithmetic(tag: Any, *arguments: Any) -> Any:
     multiply_unit = _multiply_unit_in_tiles if tag == types.int32 else _multiply_unit
 
-    def by_units(
-        tag: Any,
-        weights: Any,
-        num_units: Any,
-        x: Any,
-        x_stride: Any,
-        steps: Any,
-        bias: Any,
-        y: Any,
-        y_stride: Any,
-        num_tokens: Any,
-        following: Any,
-        scaling: Any,
-    ) -> Any:
+    def by_units(tag: Any, *arguments: Any) -> Any:
+        weights, num_units, x, x_stride, steps, bias, y, y_stride, num_tokens, _, _ = arguments
         group_bytes = panel_bytes(tag, steps)
         for unit in range(num_units):
             group = unit * GROUPS_PER_LINEAR_UNIT
@@ -349,24 +269,10 @@ def _choose_arithmetic(
                 num_tokens,
             )
 
-    def by_panels(
-        tag: Any,
-        weights: Any,
-        num_units: Any,
-        x: Any,
-        x_stride: Any,
-        steps: Any,
-        bias: Any,
-        y: Any,
-        y_stride: Any,
-        num_tokens: Any,
-        following: Any,
-        scaling: Any,
-    ) -> Any:
+    def by_panels(tag: Any, *arguments: Any) -> Any:
+        weights, num_units, x = arguments[:3]
         num_panels = num_units * _UNIT_COLUMNS // _LANES
-        _multiply_panels(
-            tag, weights, num_panels, x, steps, bias, y, y_stride, num_tokens, following, scaling
-        )
+        _multiply_panels(tag, weights, num_panels, x, *arguments[4:])
 
     return by_units if tag in (types.int16, types.int32) else by_panels
 

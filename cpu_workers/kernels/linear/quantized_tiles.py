@@ -6,7 +6,6 @@ x's, they are added to float32 sums on the stack. All tiles add groups in one or
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from llvmlite import ir
 from numba import types
@@ -16,9 +15,8 @@ from ..simd.emitter import F32, I64, VECTOR_BYTES, Emitter
 from ..simd.integers import I8, Integers
 from ..simd.intrinsics import emits
 from ..simd.layout import EXPONENT_SHIFT, MIDDLE_CODE, SMALLEST_POWER, ZERO_POINT_BITS, CodedFormat
-from ..simd.products import choose
 from .rows import CODE_SUM, CODED_TAIL_BYTES, FIRST, ROW_FORMATS, SCALE
-from .tiles import write_sums
+from .tiles import choose_tile, write_sums
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class _Tile:
 
     @property
     def format(self) -> CodedFormat:
-        """The format of the weights."""
         return self.integers.format
 
     @property
@@ -76,7 +73,6 @@ class _Tile:
         return self.emit.offset(self._chunks(group), distance)
 
     def code(self, panel: int, group: ir.Value) -> ir.Value:
-        """The address of the codes of a panel and a group."""
         return self.emit.offset(self.panels[panel], group, self.format.block_bytes)
 
     @property
@@ -210,18 +206,7 @@ class _Tile:
 
 
 @emits(
-    "num_tokens",
-    "weights",
-    "panel_bytes",
-    "x",
-    "steps",
-    "bias",
-    "y",
-    "y_stride",
-    "last_token",
-    "ahead",
-    "is_half",
-    "scaling",
+    "num_tokens weights panel_bytes x steps bias y y_stride last_token ahead is_half scaling",
     is_half=types.boolean,
 )
 def quantized_product(emit: Emitter, *args: ir.Value) -> None:
@@ -241,7 +226,7 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
     kind = ir.ArrayType(emit.f32s, most)
     sums = builder.ptrtoint(cgutils.alloca_once(builder, kind), I64)
 
-    def emit_tile(size: int, *, is_half: bool) -> None:
+    def emit_tile(size: int, is_half: bool) -> None:
         panels = [emit.row(weights, panel_bytes, p) for p in range(panels_of[size])]
         tile = _Tile(integers, size, panels, x, num_groups, scaling, sums)
         tile.begin()
@@ -251,14 +236,7 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
         totals = [emit.load(tile.sum_place(t, p), emit.f32s) for t in range(size) for p in range(len(panels))]
         write_sums(emit, size, totals, bias, y, y_stride, last)
 
-    cases = {(size, False): partial(emit_tile, size, is_half=False) for size in panels_of}
-    # With several blocks each has at least half of the largest size.
-    cases |= {
-        (size, True): partial(emit_tile, size, is_half=True)
-        for size in panels_of
-        if 2 * size >= max(panels_of)
-    }
-    choose(builder, num_tokens, is_half, cases)
+    choose_tile(builder, num_tokens, is_half, panels_of, emit_tile)
 
 
 def _prefetch_ahead(tile: _Tile, ahead: ir.Value, *, is_half: bool) -> Callable[[ir.Value], None]:

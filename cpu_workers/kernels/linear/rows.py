@@ -174,14 +174,14 @@ def _choose_chunk(tag: Any, x: Any, order: Any, step: Any, num_values: Any, row:
     return in_codes if tag.name in CODED else in_float32
 
 
-@emits("x", "row")
+@emits("x row")
 def _code(emit: Emitter, x: ir.Value, row: ir.Value) -> None:
     """Code a group of neighbours."""
     words = ir.VectorType(I16, Integers(emit).format.group_size)
     _code_group(emit, emit.load(x, words), row)
 
 
-@emits("x", "order", "row")
+@emits("x order row")
 def _code_in_order(emit: Emitter, x: ir.Value, order: ir.Value, row: ir.Value) -> None:
     """Code a group of the inputs that ``order`` names."""
     builder, size = emit.builder, Integers(emit).format.group_size

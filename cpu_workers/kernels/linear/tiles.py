@@ -3,7 +3,7 @@
 Addresses and strides are in bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -56,19 +56,7 @@ def _make_product(num_tokens: int, num_groups: int, *, lines_ahead: int = 0) -> 
     address that need not be valid.
     """
 
-    @emits(
-        "weights",
-        "group_bytes",
-        "x",
-        "x_stride",
-        "steps",
-        "bias",
-        "y",
-        "y_stride",
-        "last_token",
-        "ahead",
-        tag=types.int16,
-    )
+    @emits("weights group_bytes x x_stride steps bias y y_stride last_token ahead", tag=types.int16)
     def product(emit: Emitter, *args: ir.Value) -> None:
         builder = emit.builder
         weights, group_bytes, x, x_stride, steps, bias, y, y_stride, last_token, ahead = args
@@ -178,17 +166,7 @@ def write_sums(
 
 
 @emits(
-    "num_tokens",
-    "weights",
-    "panel_bytes",
-    "x",
-    "steps",
-    "bias",
-    "y",
-    "y_stride",
-    "last_token",
-    "ahead",
-    "is_half",
+    "num_tokens weights panel_bytes x steps bias y y_stride last_token ahead is_half",
     tag=types.uint16,
     is_half=types.boolean,
 )
@@ -203,23 +181,30 @@ def wide_product(emit: Emitter, *args: ir.Value) -> None:
     ahead: address of the data to prefetch, as many bytes as the tile has, or half of them
     (``is_half``). It need not be valid.
     """
-    emit, builder = emit.of_registers(), emit.builder
+    emit = emit.of_registers()
     panel_counts = FLOAT32_ROWS.panels_of
     num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half = args
 
-    def emit_tile(size: int, *, is_half: bool) -> None:
+    def emit_tile(size: int, is_half: bool) -> None:
         panels = [emit.row(weights, panel_bytes, p) for p in range(panel_counts[size])]
         prefetch = _prefetch_ahead(emit, len(panels), ahead, is_half=is_half)
         totals = _sums(emit, panels, size, x, steps, prefetch)
         write_sums(emit, size, totals, bias, y, y_stride, last)
 
-    cases = {(size, False): partial(emit_tile, size, is_half=False) for size in panel_counts}
+    choose_tile(emit.builder, num_tokens, is_half, panel_counts, emit_tile)
+
+
+def choose_tile(
+    builder: ir.IRBuilder,
+    num_tokens: ir.Value,
+    is_half: ir.Value,
+    sizes: Collection[int],
+    emit_tile: Callable[[int, bool], None],
+) -> None:
+    """Run the code of the tile of ``num_tokens``, one of ``sizes``, that prefetches all or half."""
+    cases = {(size, False): partial(emit_tile, size, False) for size in sizes}
     # With several blocks each has at least half of the largest size.
-    cases |= {
-        (size, True): partial(emit_tile, size, is_half=True)
-        for size in panel_counts
-        if 2 * size >= max(panel_counts)
-    }
+    cases |= {(size, True): partial(emit_tile, size, True) for size in sizes if 2 * size >= max(sizes)}
     choose(builder, num_tokens, is_half, cases)
 
 

@@ -93,16 +93,7 @@ def _shrink(emit: Emitter, num_tokens: int, num_tiles: int, args: Sequence[ir.Va
 
 
 @emits(
-    "num_tokens",
-    "is_pair",
-    "a",
-    "tile_bytes",
-    "x",
-    "x_stride",
-    "steps",
-    "scaling",
-    "h",
-    "h_stride",
+    "num_tokens is_pair a tile_bytes x x_stride steps scaling h h_stride",
     is_pair=types.boolean,
     scaling=types.float32,
 )
@@ -147,18 +138,7 @@ def _expand(
 
 
 def _make_expand_tile(*, is_stored: bool) -> Any:
-    @emits(
-        "num_tokens",
-        "is_wide",
-        "b",
-        "group_bytes",
-        "h",
-        "h_stride",
-        "steps",
-        "y",
-        "y_stride",
-        is_wide=types.boolean,
-    )
+    @emits("num_tokens is_wide b group_bytes h h_stride steps y y_stride", is_wide=types.boolean)
     def expand_tile(emit: Emitter, num_tokens: ir.Value, is_wide: ir.Value, *args: ir.Value) -> None:
         # h is float32, so the products are float32, too.
         emit = emit.of_registers(is_float32_product=True)

@@ -34,7 +34,7 @@ def is_widened(emit: Emitter) -> ir.Value:
     return ir.IntType(1)(emit.tag == types.uint16)
 
 
-@emits("x", "num_values", "wide", "apart", tag=types.uint16)
+@emits("x num_values wide apart", tag=types.uint16)
 def widen(emit: Emitter, x: ir.Value, num_values: ir.Value, wide: ir.Value, apart: ir.Value) -> None:
     """Convert a multiple of 8 bfloat16 to float32: even ones at ``wide``, odd ones ``apart`` on."""
     builder = emit.builder

@@ -40,7 +40,6 @@ class _Bfloat(ir.Type):
         return hash(_Bfloat)
 
 
-BF16X16 = ir.VectorType(_Bfloat(), 16)
 BF16X32 = ir.VectorType(_Bfloat(), 32)
 
 
@@ -143,7 +142,6 @@ class Emitter:
         cgutils.raw_memcpy(self.builder, to, origin, num_bytes, 1)
 
     def splat(self, scalar: ir.Value, lanes: int) -> ir.Value:
-        """A vector of ``lanes`` times ``scalar``."""
         vector = ir.VectorType(scalar.type, lanes)
         first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
         mask = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)

@@ -17,7 +17,7 @@ _BYTES = ir.IntType(8).as_pointer()
 
 
 def _make_load(result: types.Type, kind: ir.Type, item_bytes: int) -> Any:
-    @emits("address", "index", tag=ANY_FORMAT, result=result)
+    @emits("address index", tag=ANY_FORMAT, result=result)
     def load(emit: Emitter, address: ir.Value, index: ir.Value) -> ir.Value:
         """Read address[index]."""
         value = emit.load(emit.offset(address, index, item_bytes), kind)
@@ -27,7 +27,7 @@ def _make_load(result: types.Type, kind: ir.Type, item_bytes: int) -> Any:
 
 
 def _make_store(given: types.Type, kind: ir.Type, item_bytes: int) -> Any:
-    @emits("address", "index", "value", tag=ANY_FORMAT, value=given)
+    @emits("address index value", tag=ANY_FORMAT, value=given)
     def store(emit: Emitter, address: ir.Value, index: ir.Value, value: ir.Value) -> None:
         """Write address[index]."""
         written = emit.builder.trunc(value, kind) if kind == I32 else value
@@ -50,13 +50,13 @@ def pointer(emit: Emitter, address: ir.Value) -> ir.Value:
     return emit.builder.inttoptr(address, _BYTES)
 
 
-@emits("target", "source", "num_bytes", tag=ANY_FORMAT)
+@emits("target source num_bytes", tag=ANY_FORMAT)
 def copy_bytes(emit: Emitter, target: ir.Value, source: ir.Value, num_bytes: ir.Value) -> None:
     """Copy memory that does not overlap."""
     emit.copy(target, source, num_bytes)
 
 
-@emits("address", "num_bytes", tag=ANY_FORMAT)
+@emits("address num_bytes", tag=ANY_FORMAT)
 def clear_bytes(emit: Emitter, address: ir.Value, num_bytes: ir.Value) -> None:
     """Write zeros."""
     cgutils.memset(emit.builder, emit.builder.inttoptr(address, _BYTES), num_bytes, 0)
