@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from time import perf_counter
 
+from corun.runtime.cluster.demand import DemandForecast
 from corun.runtime.cluster.policy.placement.capacity_table import CapacityTable
-from corun.runtime.cluster.policy.placement.forecast import DemandForecast
 from corun.runtime.cluster.policy.placement.plan import AdapterDemand, StoreServer
 from corun.runtime.cluster.policy.placement.registry import PLACEMENTS, PlacementFacts, make_placement
 from corun.runtime.cluster.policy.registry import ROUTERS, RouterFacts, make_router

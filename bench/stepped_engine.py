@@ -12,8 +12,7 @@ from corun import SamplingParams
 from corun.gpu.execution import executor as executor_module
 from corun.gpu.execution.runner import ModelRunner
 from corun.gpu.execution.sampler import Sampler
-from corun.gpu.linear.group import InputGroup
-from corun.gpu.linear.wrapper import CorunLinear
+from corun.gpu.linear.wrapper import CorunLinear, InputGroup
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.replay.captured_pass import CapturedPass, KernelCalls, TorchOperation
 from corun.runtime.engine.assembly.build import EngineAssembly

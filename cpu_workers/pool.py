@@ -91,7 +91,6 @@ class WorkerPool:
 
     @property
     def num_workers(self) -> int:
-        """The configured number of workers."""
         return len(self.config.worker_cpus)
 
     @property

@@ -43,7 +43,6 @@ class RunQueue:
         return [(ran * 1e-9, waited * 1e-9) for ran, waited in self._times_ns]
 
     def close(self) -> None:
-        """Close the file descriptors. Idempotent."""
         for file in self._files:
             os.close(file)
         self._files, self._times_ns = [], []

@@ -230,7 +230,6 @@ class FileCalls:
 
 
 def _is_at(path: str, other: str) -> bool:
-    """Whether ``path`` is ``other`` or below it."""
     return path == other or path.startswith(f"{other}/")
 
 

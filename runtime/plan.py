@@ -125,7 +125,6 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
         return sum(sum(batch.num_tokens) for batch in self.sub_batches)
 
 

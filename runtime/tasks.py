@@ -9,7 +9,6 @@ class TaskSet(set[asyncio.Future[None]]):
     """Tasks that no caller awaits. Each is referenced until it has ended."""
 
     def begin(self, work: Awaitable[None]) -> None:
-        """Schedule ``work`` as a task."""
         task = asyncio.ensure_future(work)
         self.add(task)
         task.add_done_callback(self.discard)

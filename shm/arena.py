@@ -175,7 +175,6 @@ class HostArena:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of all entries."""
         with self._lock:
             return sum(entry.num_bytes for entry in self._all_entries())
 
@@ -221,14 +220,12 @@ class HostArena:
         return entry
 
     def acquire(self, place_id: int) -> ArenaEntry:
-        """Add a reference to a placed adapter."""
         with self._lock:
             entry = self._entries[place_id]
             entry.num_references += 1
             return entry
 
     def release(self, entry: ArenaEntry) -> None:
-        """Release one reference."""
         with self._lock:
             assert entry.num_references > 0, "released more often than acquired"
             entry.num_references -= 1

@@ -49,7 +49,6 @@ class RangeAllocator:
         return start
 
     def free(self, start: int, num_bytes: int) -> None:
-        """Free an allocated range, or a part of one."""
         assert num_bytes > 0 and num_bytes % self.granule_bytes == 0, num_bytes
         position = bisect.bisect_left(self._starts, start)
         before = self._starts[position - 1] if position else None

@@ -53,7 +53,6 @@ class Mailbox:
         return self.own + offset_in(WORKER_FIELDS, name)
 
     def job_offset(self, sequence: int) -> int:
-        """The offset of the job in ``buffer``."""
         return jobs_offset(self.num_workers) + sequence % self.num_slots * JOB_BYTES
 
 
@@ -107,7 +106,6 @@ class Control:
         return self.segment.fd
 
     def mailbox(self, worker: int) -> Mailbox:
-        """The mailbox as a worker sees it."""
         assert 0 <= worker < self.num_workers, worker
         team = self.segment.address + LINE_BYTES
         return Mailbox(worker, self.num_workers, self.num_slots, team, self.segment.buffer[LINE_BYTES:])

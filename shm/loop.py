@@ -180,7 +180,6 @@ def skip(own: int, sequence: int) -> None:
 
 @numba.njit("boolean(int64, int64, int64, int32)", nogil=True, cache=_KEPT)
 def _is_finished(team: int, num_workers: int, job: int, sequence: int) -> bool:
-    """Whether all members have finished the job."""
     members = load_acquire_64(job + _MEMBERS)
     for worker in range(num_workers):
         word = team + TEAM_BYTES + worker * WORKER_BYTES + _FINISHED

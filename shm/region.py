@@ -134,10 +134,10 @@ def plan_region(in_features: int, item_bytes: int, targets: Sequence[TargetSize]
         (scaling,) = _FLOAT32.unpack(_FLOAT32.pack(target.scaling))  # as readers see it
         a_offset = b_offset = factor_offset = 0
         if target.rank:
-            a_offset = _aligned(end)
-            b_offset = _aligned(a_offset + target.a_bytes)
+            a_offset = aligned(end)
+            b_offset = aligned(a_offset + target.a_bytes)
             end = b_offset + target.b_bytes
-            factor_offset = _aligned(end) if target.factor_bytes else 0
+            factor_offset = aligned(end) if target.factor_bytes else 0
             end = max(end, factor_offset + target.factor_bytes)
         else:
             assert target.a_bytes == target.b_bytes == target.factor_bytes == 0, target
@@ -156,19 +156,19 @@ def plan_region(in_features: int, item_bytes: int, targets: Sequence[TargetSize]
         )
     for index, target in enumerate(targets):
         if target.num_rows:
-            places[index] = replace(places[index], rows_offset=_aligned(end))
-            end = _aligned(end) + rows_bytes(target.num_rows, target.row_bytes)
-    return Region(in_features, item_bytes, _aligned(end), tuple(places))
+            places[index] = replace(places[index], rows_offset=aligned(end))
+            end = aligned(end) + rows_bytes(target.num_rows, target.row_bytes)
+    return Region(in_features, item_bytes, aligned(end), tuple(places))
 
 
 def rows_bytes(num_rows: int, row_bytes: int) -> int:
     """Bytes of rows of tokens, with the tokens before them."""
-    return row_start(num_rows) + _aligned(num_rows * row_bytes)
+    return row_start(num_rows) + aligned(num_rows * row_bytes)
 
 
 def row_start(num_rows: int) -> int:
     """Bytes of the tokens before the first of so many rows."""
-    return _aligned(TOKEN_BYTES * num_rows)
+    return aligned(TOKEN_BYTES * num_rows)
 
 
 def write_header(region: Region, buffer: memoryview) -> None:
@@ -248,5 +248,6 @@ def _parse(header: bytes) -> Region:
     return Region(in_features, item_bytes, num_bytes, tuple(targets))
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Bytes rounded up to whole cache lines."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

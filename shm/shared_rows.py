@@ -59,11 +59,9 @@ class RowShape:
         return LINE_BYTES + token * self.x_row_bytes
 
     def y_offset(self, token: int) -> int:
-        """Offset of its y."""
         return LINE_BYTES + _whole_lines(self.num_tokens * self.x_row_bytes) + token * self.y_row_bytes
 
     def h_offset(self, token: int) -> int:
-        """Offset of its h."""
         return self.y_offset(0) + _whole_lines(self.num_tokens * self.y_row_bytes) + token * self.h_row_bytes
 
 

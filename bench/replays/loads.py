@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
-from corun.runtime.sim import capacity
+from corun.runtime.sim import planning
 from corun.runtime.sim.figures import Figures
 
 from replays.cells import Cell
@@ -20,7 +20,7 @@ def largest_rate(cells_at: Callable[[float], Sequence[Cell]], start_rps: float) 
     It goes by the median over seeds. The rate that is returned was tried and borne; one 2 % above
     it was not.
     """
-    search = capacity.largest_rate(start_rps)
+    search = planning.largest_rate(start_rps)
     rate_rps = next(search)
     while True:
         cells = cells_at(rate_rps)

@@ -59,5 +59,4 @@ class Deltas:
         return backend
 
     def compute(self, job: DeltaJob) -> None:
-        """Choose a back end and compute."""
         self.choose(job.region, job.num_tokens).compute(job)

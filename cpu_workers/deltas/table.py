@@ -96,7 +96,6 @@ class DeltaTable:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "DeltaTable":
-        """Undo ``to_json``."""
         points: Iterable[dict[str, Any]] = values["points"]
         return cls(
             tuple(

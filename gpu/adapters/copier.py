@@ -14,7 +14,7 @@ import torch
 from ...runtime.adapters.resolved import FACTOR_BYTES
 from ...runtime.adapters.target_map import Target
 from ...runtime.memory.pages import pack_runs
-from ...shm.region import ALIGNMENT_BYTES, rows_bytes
+from ...shm.region import aligned, rows_bytes
 from ..coexec.invocation import JobShape, job_shape
 from ..device.base import Stream
 from ..device.host_memory import TorchDevice
@@ -86,7 +86,6 @@ class DeviceLayout:
         self.layer_spans = self._layer_spans()
 
     def start_bytes(self, region: int) -> int:
-        """The offset of a region that is as it is."""
         return self._starts[region]
 
     def entries(self, memories: Sequence[torch.Tensor]) -> TableEntries:
@@ -130,7 +129,6 @@ class DeviceLayout:
 
     @property
     def target_indices(self) -> Collection[int]:
-        """Indices of the targets that the adapter has."""
         return self._region_of.keys()
 
     def _place(
@@ -171,7 +169,7 @@ class DeviceLayout:
         return (
             row_bytes(one.rank, target.in_features, dtype),
             row_bytes(one.rank, target.out_features, dtype),
-            _aligned(FACTOR_BYTES * target.out_features) if one.factor_offset else 0,
+            aligned(FACTOR_BYTES * target.out_features) if one.factor_offset else 0,
             own_bytes(one.num_rows, target, dtype) if one.num_rows else 0,
         )
 
@@ -240,16 +238,12 @@ def unpack_target(packed: PackedLora, rows: PackedLora) -> None:
 
 def row_bytes(rank: int, width: int, dtype: torch.dtype) -> int:
     """Bytes of one matrix as rows, rounded up so that the next one is aligned."""
-    return _aligned(rank * width * dtype.itemsize)
+    return aligned(rank * width * dtype.itemsize)
 
 
 def own_bytes(num_rows: int, target: Target, dtype: torch.dtype) -> int:
     """Bytes of one target's own rows of tokens, likewise."""
     return rows_bytes(num_rows, target.row_features * dtype.itemsize)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,6 @@ class AdapterLoader:
                 taken[0].arrival.cancel()
 
     def _start(self, fetched: Fetched, *, is_prefetch: bool) -> None:
-        """Start the copies of one adapter."""
         transfer, arrival = fetched.transfer, fetched.arrival
         if arrival is None:
             assert fetched.error is not None

@@ -300,7 +300,6 @@ class AdapterStore:
             return None
 
     def _keep(self, entry: ArenaEntry, plans: Sequence[GroupPlan], source: AdapterReader) -> None:
-        """Write the adapter to ``entry``."""
         try:
             _read_all(source, self.layout.writer(plans, self._parts(entry)).write)
         finally:

@@ -96,7 +96,6 @@ class Peer:
                 sys.exit(_TOO_LATE)
 
     def store(self, offset: int, value: int) -> None:
-        """Store to a word of this peer."""
         cuda_words.store(self.segment.address + offset, value)
 
 

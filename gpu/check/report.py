@@ -83,7 +83,6 @@ class GpuReport:
         self.save()
 
     def put(self, name: str, kind: str, answer: Mapping[str, Any]) -> None:
-        """Keep an answer."""
         self.values["answers"].setdefault(name, {})[kind] = answer
         self.save()
 

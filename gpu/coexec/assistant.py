@@ -103,7 +103,6 @@ class Assistant:
 
     @property
     def num_ready_workers(self) -> int:
-        """Workers that accept jobs now."""
         return 0 if self._gateway is None else self._gateway.num_ready_workers
 
     def begin(self, rows: Sequence[ColdRow], device: torch.device) -> AssistedPass:

@@ -75,7 +75,6 @@ class _PassViews:
         self.address = memory.address
 
     def rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
-        """See ``RowViews``."""
         where = offset, num_rows, num_columns
         found = self._views.get(where)
         if found is None:
@@ -117,7 +116,6 @@ class WorkerGateway:
 
     @property
     def num_ready_workers(self) -> int:
-        """Workers that accept jobs now."""
         return len(self._pool.ready_workers())
 
     def invoke(self, rows: Sequence[AssistedRow]) -> dict[GroupKey, tuple[Invocation, ...]]:

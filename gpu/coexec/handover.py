@@ -96,26 +96,21 @@ class StreamHandover:
         self._add_deltas = add_deltas
 
     def begin(self) -> None:
-        """See ``Handover``."""
         self.exchange.order(self.exchange.compute, self.exchange.transfer)
 
     def send(self, invocation: Invocation, x: torch.Tensor) -> None:
-        """See ``Handover``."""
         device, transfer = self.exchange.device, self.exchange.transfer
         device.copy(transfer, invocation.x, x[invocation.start : invocation.end])
         device.signal(transfer, invocation.ready, invocation.sequence)
 
     def wait(self, invocation: Invocation) -> None:
-        """See ``Handover``."""
         exchange = self.exchange
         exchange.device.wait(exchange.transfer, invocation.done, invocation.sequence)
 
     def end(self) -> None:
-        """See ``Handover``."""
         self.exchange.order(self.exchange.transfer, self.exchange.compute)
 
     def add(self, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
-        """See ``Handover``."""
         self._add_deltas(self.exchange, invocation, ys)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ...cpu_workers.kernels.lora.handover import add_rows, send_bytes
 from ..device.cpu_wait import wait_awake
-from .handover import Exchange
+from .handover import AddByCopy, Exchange, Handover, StreamHandover
 from .invocation import Invocation
 
 _ITEM_BYTES = 2  # bfloat16: the only dtype of workers
@@ -28,7 +28,6 @@ class HostHandover:
         """See ``Handover``: the caller has computed x, and has read earlier ys."""
 
     def send(self, invocation: Invocation, x: torch.Tensor) -> None:
-        """See ``Handover``."""
         width = invocation.shape.in_features
         assert x.dtype == torch.bfloat16 and x.shape[1] == width and x.is_contiguous(), x.shape
         row_bytes = width * _ITEM_BYTES
@@ -41,7 +40,6 @@ class HostHandover:
         )
 
     def wait(self, invocation: Invocation) -> None:
-        """See ``Handover``."""
         if not wait_awake(invocation.done.host_address, invocation.sequence):
             exchange = self.exchange
             exchange.device.wait(exchange.compute, invocation.done, invocation.sequence)
@@ -66,3 +64,10 @@ class HostHandover:
                 invocation.end - invocation.start,
                 min(width, y.shape[1]),
             )
+
+
+def make_handover(exchange: Exchange, where: torch.device, *, max_tokens: int, max_columns: int) -> Handover:
+    """``max_columns``: padded columns of all targets of the widest input group together."""
+    if where.type == "cpu":
+        return HostHandover(exchange)
+    return StreamHandover(exchange, AddByCopy(max_tokens, max_columns, where))

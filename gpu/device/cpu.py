@@ -18,8 +18,7 @@ from ...profiles.link import Direction
 from ...shm.atomics import load_acquire, store_release
 from ...shm.words import distance, has_reached, wrap
 from .base import DeviceError, DeviceTimeoutError, Event, Stream, Word
-from .cpu_events import EventTable
-from .cpu_stream import StreamThread, raise_first
+from .cpu_stream import EventTable, StreamThread, raise_first
 from .cpu_wait import wait_word
 from .host_memory import WORD_BYTES, DeviceChoices, HostMemory, check_copy
 from .link import PacedLink
@@ -48,7 +47,6 @@ class WordWaits:
         return key
 
     def remove(self, key: int) -> None:
-        """Remove a wait that has ended or was skipped."""
         del self._outstanding[key]
 
     def run(self, key: int) -> None:
@@ -78,7 +76,6 @@ class WordWaits:
         self._is_abandoned = True
 
     def addresses(self) -> set[int]:
-        """Addresses of the awaited words."""
         return {address for address, _ in list(self._outstanding.values())}
 
 

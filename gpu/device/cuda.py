@@ -185,7 +185,6 @@ class Transfers:
     def enqueue(
         self, state: StreamState, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None
     ) -> None:
-        """Enqueue a copy in the ``direction`` that ``check`` returned."""
         if direction is None:
             state.paced = None
             self._runtime.copy(state.handle, destination, source)
@@ -493,7 +492,6 @@ class CudaDevice:
                 del failure
 
     def _unregister(self, memory: HostMemory) -> None:
-        """Called before memory is unregistered."""
         if not self._is_closed:
             self._check_no_wait(f"{memory.name} cannot be unregistered")
         self._outstanding.discard(memory.address, memory.num_bytes)

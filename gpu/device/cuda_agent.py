@@ -90,7 +90,6 @@ class HostAgent:
         return self._num_done.get(index, 0) >= number
 
     def are_done(self, tickets: Iterable[Ticket]) -> bool:
-        """Whether all items are done."""
         return all(self.is_done(ticket) for ticket in tickets)
 
     def stop(self, *, timeout_s: float) -> None:

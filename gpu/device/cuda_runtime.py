@@ -20,9 +20,7 @@ class Runtime(Protocol):
         """A stream that is not ordered with other streams, for the first 32 of a kind."""
         ...
 
-    def handle(self, stream: Any) -> int:
-        """The driver's handle of the stream."""
-        ...
+    def handle(self, stream: Any) -> int: ...
 
     def make_event(self) -> Any:
         """An event without timing; the driver makes it now, not at its first record."""
@@ -52,9 +50,7 @@ class Runtime(Protocol):
         """Copy without waiting; one side on the device, the other there or pinned; contiguous."""
         ...
 
-    def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is in this device's memory."""
-        ...
+    def is_on_device(self, tensor: torch.Tensor) -> bool: ...
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether the driver reports the tensor's host memory as pinned, however registered."""

@@ -54,7 +54,6 @@ class StreamTable:
         return state
 
     def all(self) -> list[StreamState]:
-        """Every stream."""
         return list(self._states)
 
     def state(self, stream: Stream) -> StreamState:
@@ -127,7 +126,6 @@ class EventPool:
             return Event(index, slot.generation)
 
     def release(self, event: Event) -> None:
-        """Release the event."""
         with self._lock:
             self._slot(event).is_taken = False
             self._free.append(event.index)
@@ -222,5 +220,4 @@ class HostWork:
         return (*open_needs, *(() if last is None else (last,)))
 
     def are_done(self, tickets: tuple[Ticket, ...]) -> bool:
-        """Whether the agent has done all of it."""
         return self._agent.are_done(tickets)

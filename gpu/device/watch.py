@@ -42,7 +42,6 @@ class EventWatch:
         self._thread.start()
 
     def add(self, event: Event) -> None:
-        """Notify when the event is done."""
         with self._changed:
             self._events.add(event)
             self._changed.notify()

@@ -60,7 +60,6 @@ class AdaptiveThreads:
 
     @property
     def num_threads(self) -> int:
-        """The number of threads that compute now."""
         contention = self._contention
         return self._choice.max_threads if contention is None else contention.num_threads
 
@@ -94,7 +93,6 @@ class AdaptiveThreads:
         return longest_s
 
     def close(self) -> None:
-        """Close the file descriptors. Idempotent."""
         self._contention = None
         self._queue.close()
 
@@ -134,7 +132,6 @@ class AdaptiveThreads:
         )
 
     def _observe_threads(self) -> None:
-        """Observe the threads that compute now."""
         ids = kernel_thread_ids()
         if self._choice.has_others:
             ids |= set(all_thread_ids()) - {thread.native_id for thread in threading.enumerate()}

@@ -33,8 +33,7 @@ from ..kv.host import HostKv
 from ..linear.base import MakeLinear
 from ..linear.numba_backend import NumbaLinear
 from ..linear.plain import PlainLinear
-from ..linear.read_base import BaseReader
-from ..linear.select import select_linear_backend
+from ..linear.select import BaseReader, select_linear_backend
 from ..linear.wrapper import CorunLinear, adapt_embedding, detach_from_weight_files, wrap_linears
 from ..lora.adapter_layout import AdapterLayout
 from ..lora.base import LoraBackend, PackedLora
@@ -51,7 +50,7 @@ from ..model.quantized_modules import QuantizedModules
 from ..model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from ..model.source import ModelSource, load_config
 from ..model.targets import build_target_map, record_calls, with_calls
-from ..replay.select import OFF, select_decode_graphs
+from ..replay.decode_graphs import OFF, select_decode_graphs
 from .adaptive_threads import AdaptiveThreads
 from .draws import warm_up_draws
 from .executor import AdapterFetch, DeviceExecutor
@@ -173,7 +172,7 @@ class LoadedModel:
     attention_backend: AttentionBackend
     linear_backend_name: str
     fused_kernels_name: str
-    decode_graphs: str  # a choice of ``replay.select``
+    decode_graphs: str  # a choice of ``replay.decode_graphs``
     weights: Weights
     # Tokens of a request up to which packed rows are exact; None = up to the context length.
     max_exact_len: int | None
@@ -197,7 +196,6 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and KV."""
         return self.layout.dtype
 
     def close(self) -> None:

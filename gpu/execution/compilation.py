@@ -41,7 +41,6 @@ class _Reporter(numba_events.Listener):  # type: ignore[misc]  # numba has no ty
         self.total_s = 0.0
 
     def on_start(self, event: Any) -> None:
-        """Called when a compilation starts."""
         open_starts = self._open.__dict__.setdefault("starts", [])
         open_starts.append(time.perf_counter())
         function = event.data["dispatcher"].py_func
@@ -54,13 +53,11 @@ class _Reporter(numba_events.Listener):  # type: ignore[misc]  # numba has no ty
             )
 
     def on_end(self, event: Any) -> None:
-        """Called when a compilation ends or fails."""
         start_s = self._open.starts.pop()
         if not self._open.starts:
             self.count(event.data["dispatcher"].py_func.__name__, time.perf_counter() - start_s)
 
     def count(self, name: str, seconds: float) -> None:
-        """Count one kernel."""
         self.num_compiled += 1
         self.total_s += seconds
         if seconds >= _REPORTED_S:
@@ -112,12 +109,10 @@ class _Publisher(numba_events.Listener):  # type: ignore[misc]  # numba has no t
         self._thread_id = threading.get_ident()
 
     def on_start(self, event: Any) -> None:
-        """Called when a compilation starts."""
         if threading.get_ident() == self._thread_id:
             self._progress.begin_compilation()
 
     def on_end(self, event: Any) -> None:
-        """Called when a compilation ends or fails."""
         if threading.get_ident() == self._thread_id:
             self._progress.end_compilation()
 

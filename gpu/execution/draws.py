@@ -168,7 +168,6 @@ class Draws:
 
 
 def _cut_arrays(params: Sequence[SamplingParams]) -> dict[str, NDArray[np.generic]]:
-    """The arrays of ``_Cut`` but for the numbers."""
     top_k = [one.top_k if one.top_k > 0 else _UNLIMITED for one in params]
     return {
         "min_p": np.array([[one.min_p] for one in params], dtype=np.float32),

@@ -43,13 +43,11 @@ class LogitInputs:
         self._masks.append(masks)
 
     def add(self, row: int, token_ids: Sequence[int], values: Sequence[float]) -> None:
-        """Add ``values`` to the logits of ``token_ids``."""
         self._rows += [row] * len(token_ids)
         self._token_ids += token_ids
         self._values += values
 
     def forbid(self, row: int, token_ids: Sequence[int]) -> None:
-        """Forbid ``token_ids``."""
         self.add(row, token_ids, [_NOTHING] * len(token_ids))
 
     def penalise(self, row: int, state: RequestState) -> None:

@@ -163,7 +163,6 @@ class RequestTable:
         return self._states.get(request_id)
 
     def add(self, requests: Sequence[NewRequest]) -> None:
-        """Add new requests."""
         for request in requests:
             if not self._free_slots:
                 self._grow()
@@ -171,13 +170,11 @@ class RequestTable:
             self._states[request.request_id] = RequestState(request, slot, self._max_model_len)
 
     def update_blocks(self, updates: Sequence[BlockUpdate]) -> None:
-        """Extend or replace block tables."""
         for update in updates:
             slot = self._states[update.request_id].slot
             self.block_tables.write(slot, update.first_index, update.block_ids)
 
     def remove(self, request_ids: Sequence[RequestId]) -> None:
-        """Remove requests that have ended. Unknown ids are ignored."""
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
             if state is not None:

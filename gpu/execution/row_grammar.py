@@ -25,7 +25,6 @@ class Filling:
         self._is_under_way.acquire()
 
     def end(self) -> None:
-        """The work has ended."""
         self._is_under_way.release()
 
     def wait(self, timeout_s: float) -> bool:

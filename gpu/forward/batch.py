@@ -34,12 +34,10 @@ class AttentionMetadata:
 
     @property
     def num_rows(self) -> int:
-        """Rows in the sub-batch."""
         return len(self.context_lens_host)
 
     @property
     def num_tokens(self) -> int:
-        """Packed tokens."""
         return self.query_starts_host[-1]
 
 

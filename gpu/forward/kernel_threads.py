@@ -8,7 +8,7 @@ import threading
 import numba
 import numpy as np
 
-from ...cpu_workers.kernels.simd.team import record_thread_ids
+from ...cpu_workers.kernels.simd.compiled import record_thread_ids
 
 _OF_THIS_THREAD = threading.local()
 

@@ -159,7 +159,6 @@ def cut_segments(segments: Sequence[tuple[int, int, int]], num_tokens: int) -> l
 
 
 def _segments(table_rows: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Start, end and table row of each segment."""
     segments: list[tuple[int, int, int]] = []
     for row, table_row in enumerate(table_rows):
         if table_row < 0:

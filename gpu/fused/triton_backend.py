@@ -31,7 +31,6 @@ class Pending:
         raise NotImplementedError
 
     def tensor(self) -> torch.Tensor:
-        """The tensor itself."""
         if self._tensor is None:
             self._tensor = self._compute()
         return self._tensor
@@ -86,7 +85,6 @@ class TritonNorm:
     """Replaces the ``forward`` of an RMS norm: [..., features] -> [..., features]."""
 
     def __init__(self, factors: torch.Tensor, epsilon: float, *, rounds_twice: bool) -> None:
-        """See ``FusedNorm``."""
         self.factors = factors.detach().float().contiguous()
         self.epsilon = epsilon
         self.rounds_twice = rounds_twice

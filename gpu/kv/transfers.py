@@ -108,7 +108,6 @@ class KvTransfers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all transfers have ended."""
         return not self._moving
 
     def start(self, transfer: KvTransfer) -> None:

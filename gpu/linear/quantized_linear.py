@@ -70,7 +70,6 @@ class PackedWeight:
 
     @property
     def format(self) -> layout.CodedFormat:
-        """The format of its tag."""
         return layout.CODED[self.tag.dtype.name]
 
     @classmethod

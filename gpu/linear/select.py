@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
+from ...runtime.adapters.target_map import Target
 from ...runtime.errors import ConfigError
 from ...runtime.kept_records import read_record, write_record
 from ..forward.kernel_threads import num_kernel_threads
@@ -19,6 +21,8 @@ from .base import LinearBackend, MakeLinear
 from .numba_backend import NumbaLinear
 from .onednn import OnednnLinear
 from .plain import PlainLinear
+from .quantized_linear import QuantizedLinear
+from .wrapper import CorunLinear
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -157,3 +161,27 @@ def _warm_up(backend: LinearBackend, x: torch.Tensor) -> None:
     end = time.perf_counter() + _WARM_UP_S
     while time.perf_counter() < end:
         backend(x)
+
+
+class BaseReader:
+    """Implements ``lora.factors.ReadBase``. Any thread may call it: weights do not change."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        # Copies on it wait for nothing that passes have enqueued, and nothing waits for them.
+        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+
+    def __call__(self, target: Target) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight [out_features, in_features] and bias of one target, in the host's memory.
+
+        A quantised weight is dequantised without rounding.
+        """
+        linear = self._model.get_submodule(target.physical_path)
+        assert isinstance(linear, CorunLinear), target.physical_path
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if isinstance(linear.backend, QuantizedLinear):
+                weight = torch.from_numpy(linear.backend.packed.unpacked().dequantized())
+            else:
+                weight = linear.weight.cpu()
+            bias = None if linear.bias is None else linear.bias.cpu()
+        return weight, bias

@@ -65,7 +65,6 @@ class TargetMatrices:
 
     @property
     def without_rows(self) -> "TargetMatrices":
-        """The matrices alone."""
         return replace(self, rows_offset=0, num_rows=0, num_tokens=0)
 
 
@@ -103,7 +102,6 @@ class AdapterLayout:
         return tuple(plans)
 
     def max_region_bytes(self, rank: int) -> int:
-        """The largest region of adapters up to this rank."""
         return max(
             self._region(targets, [self._size(one, rank, 1.0, has_factors=True) for one in targets]).num_bytes
             for targets in self._groups.values()

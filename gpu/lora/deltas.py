@@ -115,5 +115,4 @@ class ResidentDeltas:
     def add(
         self, group: Hashable, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int]
     ) -> None:
-        """Add the deltas of the batch's adapters."""
         add_deltas(self._backend, x, ys, target_indices, self._batch)

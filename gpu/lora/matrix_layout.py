@@ -23,9 +23,7 @@ class MatrixLayout(Protocol):
         """The stored shape of A, row-major, including padding."""
         ...
 
-    def b_shape(self, out_features: int, rank: int, itemsize: int) -> tuple[int, ...]:
-        """The stored shape of B."""
-        ...
+    def b_shape(self, out_features: int, rank: int, itemsize: int) -> tuple[int, ...]: ...
 
     def write_a(self, a: np.ndarray, place: np.ndarray) -> None:
         """Write A to ``place``, of its type and ``a_shape``; fills all of it."""

@@ -30,7 +30,6 @@ class TableEntries:
 
     @classmethod
     def of(cls, targets: Mapping[int, PackedLora]) -> Self:
-        """Entries of matrices by target index."""
         matrices = targets.values()
         return cls(
             np.array(list(targets), np.int64),
@@ -55,7 +54,6 @@ class DeviceAdapter:
 
     @property
     def entries(self) -> TableEntries:
-        """The table's values for the targets."""
         return self.known_entries or TableEntries.of(self.targets)
 
     @property
@@ -185,7 +183,6 @@ class LoraTable:
         return not self._head_rows.isdisjoint(rows)
 
     def head_tokens(self, target_index: int) -> int:
-        """The base's number of tokens, by the output head."""
         return self._heads[target_index]
 
     def num_tokens(self, rows: Sequence[int]) -> list[int] | None:

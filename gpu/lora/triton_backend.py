@@ -81,7 +81,6 @@ class TritonLora:
         return packed
 
     def add_delta(self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch) -> None:
-        """See ``LoraBackend``."""
         self.add_deltas(x, (y,), (target_index,), batch)
 
     def add_deltas(

@@ -30,7 +30,6 @@ class StoredBaseWeights:
         self._dtype = dtype
 
     def differing_rows(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> NDArray[np.bool_]:
-        """See ``resolved.BaseWeights``."""
         files, names = self._opened
         stored = names.find(name)
         shape = None if stored is None else files.shape(stored)

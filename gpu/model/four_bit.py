@@ -51,8 +51,6 @@ def find_four_bit(files: WeightFiles) -> Found:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """Implements ``CodedMatrix``."""
-
     files: WeightFiles
     name: str
     shape: tuple[int, ...]
@@ -154,7 +152,6 @@ def _read_matrix(files: WeightFiles, name: str, kind: str) -> _Matrix:
 
 
 def _check(matrix: _Matrix) -> None:
-    """Compare the tensors of a matrix with its parameters."""
     files, name, size = matrix.files, matrix.name, matrix.block_size
     if not matrix.shape or min(matrix.shape) < 1:
         raise unreadable(name, f"its shape is {list(matrix.shape)}")

@@ -49,7 +49,6 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
         return self.offsets_bytes()[1]
 
     @property

@@ -13,8 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...runtime.config.engine import DTYPES
 from ...runtime.errors import ConfigError, ModelError
-from .conv1d import linears_for_conv1d
-from .skeleton import build_skeleton, without_initial_values
+from .skeleton import build_skeleton, linears_for_conv1d, without_initial_values
 from .source import ModelSource, describe, warn_of_adapter
 from .weight_files import WeightFiles
 

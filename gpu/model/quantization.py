@@ -174,7 +174,6 @@ class QuantizedLinears:
         return f"quantising weights, or reading kept ones ({self.kind})" if self.kind else ""
 
     def quantizes_all(self, model: nn.Module) -> bool:
-        """Whether every linear of ``model`` is quantised."""
         return all(path in self._bits for path in _linears(model))
 
     def make(self, path: str, linear: nn.Linear) -> LinearBackend | None:
@@ -237,7 +236,6 @@ class QuantizedLinears:
         return self._files.num_quantized - len(self._stored)
 
     def _choose(self, skeleton: Skeleton, linears: Mapping[str, nn.Linear]) -> None:
-        """Choose which of ``linears`` are quantised."""
         self._stored = self._find_stored(linears)
         stored = self._stored.keys()
         self._bits = dict.fromkeys(stored)

@@ -86,7 +86,6 @@ def shrink_thresholds(
 
 
 def _numbers(config: Any, minimum: int, maximum: int) -> Iterator[tuple[_Field, int]]:
-    """Integers of a configuration, by field."""
     for field, value in _entries(vars(config)):
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if is_number and minimum <= value <= maximum and not _NO_THRESHOLD.fullmatch(field[-1]):
@@ -94,7 +93,6 @@ def _numbers(config: Any, minimum: int, maximum: int) -> Iterator[tuple[_Field, 
 
 
 def _entries(mapping: Mapping[Any, Any], path: _Field = ()) -> Iterator[tuple[_Field, Any]]:
-    """Entries of ``mapping`` and of dictionaries in it."""
     for name, value in mapping.items():
         yield (*path, str(name)), value
         if isinstance(value, dict):

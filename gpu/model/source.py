@@ -197,7 +197,6 @@ def _gguf_fields(path: Path) -> dict[str, str]:
 
 
 def _gguf_text(data: bytes, place: int) -> tuple[str, int]:
-    """A text at ``place``, and the place behind it."""
     (length,) = struct.unpack_from("<Q", data, place)
     end = place + 8 + length
     if end > len(data):

@@ -144,8 +144,6 @@ class _Integers:
 
 @dataclass(frozen=True, slots=True)
 class _IntegerMatrix:
-    """Implements ``CodedMatrix`` for one linear."""
-
     path: str
     shape: tuple[int, int]
     dtype: torch.dtype

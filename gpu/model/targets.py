@@ -332,7 +332,6 @@ def _layer_index(path: str, layers_path: str) -> int | None:
 
 
 def _outermost_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Module lists that are in no other list."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if isinstance(child, nn.ModuleList):

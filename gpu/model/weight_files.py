@@ -39,7 +39,6 @@ class WeightFiles:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all tensors."""
         return self._of.keys()
 
     def shape(self, name: str) -> tuple[int, ...] | None:

@@ -39,7 +39,6 @@ class KernelCalls:
         self.num_calls += 1
 
     def run(self) -> None:
-        """Make the calls."""
         replay(self._calls.buffer_info()[0], self.num_calls)
 
 

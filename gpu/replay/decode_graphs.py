@@ -7,6 +7,7 @@ than those of the capture.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol, Self
@@ -15,8 +16,10 @@ import torch
 
 from ..forward.batch import PassMetadata
 from ..forward.kernel_threads import num_kernel_threads
+from ..fused import residual
 from .capture import capture_pass
 from .captured_pass import CapturedPass
+from .replay_kernel import replay
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,8 +42,6 @@ class RunPass(Protocol):
 
 
 class _Deltas(Enum):
-    """The source of a pass's deltas."""
-
     NONE = auto()
     RESIDENT = auto()  # of adapters on the device: their kernels are in the graph
     SCALED = auto()  # the same, and some adapters have factors
@@ -150,3 +151,27 @@ class DecodeGraphs:
         self._captured.clear()
         self._verified.clear()
         _LOG.warning("decode graphs: off, and the model's modules run every step (%s)", reason)
+
+
+_KERNELS = ("attention", "LoRA")
+OFF, ONCE_VERIFIED = "off", "once verified"
+
+
+def select_decode_graphs(name: str, backend_names: Mapping[str, str]) -> str:
+    """Whether decode passes may be replayed; returns ``OFF`` or ``ONCE_VERIFIED``, for logs.
+
+    Which passes can be replayed is known only when they are captured, while requests run.
+
+    ``backend_names``: by part. All parts not computed by torch must be kernels that are called
+    through the launcher.
+    """
+    others = [f"{what} {backend_names[what]}" for what in _KERNELS if backend_names[what] != "numba"]
+    if name == "off":
+        others = ["configured"]
+    if others:
+        _LOG.info("decode graphs: off (%s)", ", ".join(others))
+        return OFF
+    # A capture compiles these in addition to the kernels in use; at start no token waits for it.
+    replay(0, 0)
+    residual.compile_kernel()
+    return ONCE_VERIFIED

@@ -19,8 +19,8 @@ from ...cpu_workers.teams import JobModel
 from ...gpu.coexec.cold_deltas import ColdDeltas, ColdPlan
 from ...gpu.coexec.gateway import AssistedRow, PlacedGroup, WorkerGateway
 from ...gpu.coexec.handover import Exchange
+from ...gpu.coexec.host_handover import make_handover
 from ...gpu.coexec.invocation import job_shape
-from ...gpu.coexec.select import make_handover
 from ...gpu.device.host_memory import HostMemory, TorchDevice
 from ...shm.region import Region
 from ...shm.segment import Segment

@@ -213,7 +213,6 @@ class Checkpoint:
             raise self._changed(f"{before[0]} bytes, then {after[0]}")
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         self._file.close()
 
     def __enter__(self) -> Self:

@@ -210,7 +210,6 @@ def _end_tokens(
 
 
 def _token_texts(value: object, name: str) -> list[str]:
-    """Return the texts of a token that is written as a text, an object, or a list of these."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     texts = [one.get("content") if isinstance(one, dict) else one for one in values]
     if not all(isinstance(text, str) for text in texts):

@@ -53,7 +53,6 @@ class LayerDigest:
         _add_part(self._digest, data)
 
     def digest(self) -> bytes:
-        """Return the digest of all added bytes."""
         return self._digest.digest()
 
 

@@ -95,7 +95,6 @@ class DirState:
 
 
 def _is_at(name: str, entry: str) -> bool:
-    """Whether ``name`` is ``entry`` or below it."""
     return entry in ("", name) or name.startswith(f"{entry}/")
 
 

@@ -86,7 +86,6 @@ class OpenAdapter:
         self._digest = ContentDigest(self._head, tuple(digests), kept=tuple(sorted(self._kept.items())))
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         self._checkpoint.close()
 
     def __enter__(self) -> Self:

@@ -74,7 +74,6 @@ class OpenMix:
                 )
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
         for part in self._parts:
             part.close()
 
@@ -115,7 +114,6 @@ class OpenMix:
         return ResolvedAdapter(tuple(mixed), left_out=tuple(left_out))
 
     def _take(self, mixed: TargetLora, read: dict[tuple[int, str], np.ndarray], take: TakeTensor) -> None:
-        """Pass the matrices of one target to ``take``."""
         found, scales = self._loras[mixed.target.index], self._source.parts
         a = [read[i, lora.a.name] * np.float32(lora.scaling * scales[i].scale) for i, lora in found]
         b = [read[i, lora.b.name] for i, lora in found]

@@ -77,7 +77,6 @@ class LoraSpec:
         return isinstance(names, str) and names.lower() == ALL_LINEAR
 
     def rank(self, path: str) -> int:
-        """The rank of module ``path``."""
         return int(self._from_pattern(self.rank_pattern, path, self.r))
 
     def scaling(self, path: str) -> float:

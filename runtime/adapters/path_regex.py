@@ -93,14 +93,12 @@ class PathPatterns:
         return known
 
     def fullmatch(self, pattern: str, path: str) -> Found:
-        """As ``re.fullmatch``."""
         known, begin_s = self.add(pattern), time.thread_time()
         found = known.fullmatch(path)
         self._spend(begin_s)
         return found
 
     def match(self, pattern: str, path: str) -> Found:
-        """As ``re.match``."""
         known, begin_s = self.add(pattern), time.thread_time()
         found = known.match(path)
         self._spend(begin_s)

@@ -61,7 +61,6 @@ class AdapterVersion:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
         return self.facts.num_bytes
 
     @property

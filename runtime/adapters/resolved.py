@@ -94,7 +94,6 @@ class TargetRows:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows in all runs."""
         return sum(run.end - run.first for run in self.runs)
 
     @property
@@ -114,7 +113,6 @@ class ResolvedAdapter:
 
     @property
     def max_rank(self) -> int:
-        """The largest rank of any target."""
         return max(lora.rank for lora in self.targets)
 
     def num_bytes(self, bytes_per_element: int) -> int:

@@ -70,7 +70,6 @@ class AdapterStateFile:
             self._write()
 
     def pin(self, name: str, *, is_pinned: bool) -> None:
-        """Store whether an adapter of the file is pinned."""
         known = self._adapters.get(name)
         if known is not None:
             self.put(RememberedAdapter(name, known.path, is_pinned))

@@ -42,7 +42,6 @@ class BaseTokens:
 
     @cached_property
     def contents(self) -> Mapping[int, str]:
-        """The contents by id."""
         return {token_id: content for content, token_id in self.ids.items()}
 
 

@@ -280,7 +280,7 @@ def _plan(
         ray=_ray_settings(of_engines, serve, cluster, controller_url, (str(state_dir), key), roots),
         engines=tuple(given_card(text) for text in cluster.engine),
         gateways=gateway_settings(serve, cluster, controller_url, key, port),
-        adapters=tuple(_absolute(adapter) for adapter in adapters),
+        adapters=tuple(replace(one, path=str(Path(one.path).absolute())) for one in adapters),
         pinned=_checked_pins(engine, adapters),
         drain_timeout_s=serve.drain_timeout_s,
     )
@@ -340,10 +340,6 @@ def _of_engines(serve: ServeConfig) -> ServeConfig:
         serve = replace(serve, log_level="warning")
     of_gateways = {name: getattr(default, name) for name in _OF_GATEWAYS}
     return replace(serve, **of_gateways)
-
-
-def _absolute(adapter: LoraModule) -> LoraModule:
-    return replace(adapter, path=str(Path(adapter.path).absolute()))
 
 
 def _checked_pins(engine: EngineConfig, adapters: Sequence[LoraModule]) -> tuple[str, ...]:

@@ -86,7 +86,6 @@ class CommandParser(argparse.ArgumentParser):
         self._sections.setdefault(title, []).append(entry)
 
     def flags(self) -> list[str]:
-        """Return every flag."""
         return [flag for entry in self._entries() for flag in entry.flags]
 
     def choices(self) -> dict[str, tuple[str, ...]]:

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ConfigError
-from ..model_trials.outcome import Trial
-from ..model_trials.page import page_with, row_of, trials_of, versions_of
+from ..model_trials.outcome import Trial, page_with, row_of, trials_of, versions_of
 from ..model_trials.processes import try_in_processes
 from ..near_names import near_names
 from .main import in_order
@@ -23,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print or write a line for each class; return 1 if one is served and not exact."""
     if find_spec("peft") is None:
         raise ConfigError("corun models compares with PEFT, which is missing: pip install peft")
-    from ..model_trials.classes import model_classes
+    from ..model_trials.tiny_config import model_classes
 
     model_types = _checked(arguments.model_types, list(model_classes()))
     with in_order():

@@ -182,7 +182,6 @@ def _check_command(command: str, rest: Sequence[str]) -> None:
 
 
 def _options(command: str) -> list[OptionSpec]:
-    """Return the options of configurations that the command has."""
     if command.startswith(("cluster", "gateway")):
         specs = [spec for spec in option_specs(ClusterConfig) if command in spec.commands]
         if command == "cluster":

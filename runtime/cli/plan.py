@@ -11,7 +11,6 @@ from ..config.engine import EngineConfig
 from ..config.flags import build_configs
 from ..config.simulate import SimulateConfig
 from ..errors import ConfigError, CorunError
-from ..sim.capacity import NoLimitError
 from ..sim.cluster_spec import DEFAULT_ROUTER
 from ..sim.configure import machine_of
 from ..sim.draw_inputs import trace_directory
@@ -19,6 +18,7 @@ from ..sim.planning import (
     FIRST_SHARE,
     ONE_MORE_SERVER,
     Capacity,
+    NoLimitError,
     Slo,
     adapters_that_fit,
     capacities,
@@ -30,7 +30,6 @@ from ..sim.planning import (
 from ..sim.study import SimulatedRun, Study
 from ..sim.variants import specs_of
 from ..sim.workload_file import read_workload
-from ..sim.workload_spec import WorkloadSpec
 from ..sim.workloads import draw_workload
 from .main import in_order
 from .profile import ProgressLine
@@ -150,7 +149,7 @@ def _servers(
 
 
 def _adapters(setup: SimulatedRun, base: Capacity) -> Iterator[str]:
-    workload = draw_workload(_any_load(setup.workload), setup.traces)
+    workload = draw_workload(replace(setup.workload, rps=1.0), setup.traces)
     sizes = [setup.machine.adapter_facts("", rank).num_bytes for rank in workload.ranks]
     fit = statistics.median(adapters_that_fit(one, statistics.fmean(sizes)) for one in base.outcomes)
     hits = 1.0 - statistics.median(one.figures.cold_share for one in base.outcomes)
@@ -159,7 +158,3 @@ def _adapters(setup: SimulatedRun, base: Capacity) -> Iterator[str]:
         f"{min(fit, len(sizes)):.0f} are on the device on average, and {hits:.0%} of requests find "
         "theirs there"
     )
-
-
-def _any_load(spec: WorkloadSpec) -> WorkloadSpec:
-    return replace(spec, rps=1.0)

@@ -100,7 +100,6 @@ class ProgressLine:
         self._write(f"measuring takes about {seconds:.0f} s", is_final=True)
 
     def report(self, report: Report) -> None:
-        """Show the progress."""
         now_s = self._clock()
         is_due = self._is_terminal or now_s - self._shown_s >= _REPORT_EVERY_S
         if report.what != self._what or is_due:

@@ -127,7 +127,7 @@ def _divided(
         )
     nodes = _nodes_of(machine, own)
     by_node = {node: _on_node(machine, cores, node) for node in set(nodes)}
-    found = _by_node(by_node, nodes, least, most, has_spare=len(cores) > _num(by_node.values()))
+    found = _by_node(by_node, nodes, least, most, has_spare=len(cores) > sum(map(len, by_node.values())))
     if found is None:
         each_cores = min(most, (len(cores) - 1) // needs.num_engines)
         found = [cores[i * each_cores : (i + 1) * each_cores] for i in range(needs.num_engines)]
@@ -203,12 +203,7 @@ def _on_node(machine: MachineFacts, cores: Sequence[Core], index: int | None) ->
     return [core for core in cores if index is None or cpus.issuperset(core)]
 
 
-def _num(groups: Iterable[Sequence[Core]]) -> int:
-    return sum(map(len, groups))
-
-
 def _memory(machine: MachineFacts, needs: EngineNeeds, *, has_devices: bool) -> EngineShare:
-    """Return a share that has only memory."""
     number, free_bytes = needs.num_engines, machine.memory_available_bytes
     if number == 1:
         return EngineShare()

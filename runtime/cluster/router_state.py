@@ -25,7 +25,6 @@ class RouterState:
 
     @property
     def may_move(self) -> bool:
-        """Whether the router can move waiting requests."""
         return type(self._router).moves is not Router.moves
 
     def add_server(self, server_id: ServerId, costs: ServerCosts, report: ServerReport) -> None:
@@ -54,7 +53,6 @@ class RouterState:
             view.apply(report, lacks)
 
     def set_shares(self, shares: Shares) -> None:
-        """See ``Router.on_placed``."""
         self._router.on_placed(shares)
 
     def rank(self, request: RouteRequest, now_s: float) -> Sequence[ServerId]:
@@ -81,7 +79,6 @@ class RouterState:
         return queue_s + view.load.chunk_step_s + view.load.correction * own_s
 
     def moves(self, waiting: Mapping[ServerId, Sequence[RouteRequest]]) -> Sequence[Move]:
-        """Return the waiting requests to move, see ``Router.moves``."""
         return self._router.moves(waiting, self._servers)
 
     def predicted_tokens(self, adapter: str | None) -> int:
@@ -89,7 +86,6 @@ class RouterState:
         return self._outputs.predict(adapter)
 
     def record_output(self, adapter: str | None, num_tokens: int) -> None:
-        """Record the length of an output."""
         self._outputs.ended(adapter, num_tokens)
 
     def _list(self) -> None:

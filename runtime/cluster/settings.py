@@ -79,39 +79,37 @@ class GatewaySettings(ProcessSettings, frozen=True):
     serve: ServeConfig  # host, port (shared by SO_REUSEPORT), keys and limits of clients
 
 
-class AgentSettings(ProcessSettings, frozen=True):
-    """Settings of ``corun.runtime.cluster.agent``."""
+class MachineSettings(ProcessSettings, frozen=True, kw_only=True):
+    """Settings of an agent, wherever it runs."""
 
     process_name: ClassVar[str] = "agent"
 
     agent_id: str
     controller_url: str
     host: str  # of the agent, and of its engines
-    port: int  # its parent keeps it bound
     state_dir: str
-    division: MachineDivision  # of this machine, one share per engine
-    adapter_cache_bytes: int
     engine: EngineConfig
     serve: ServeConfig  # limits of engines; the agent sets their addresses and keys
-    num_places: int | None = None  # for engines; None = unlimited
     roots: AdapterRoots = OWN_FILES  # where links in directories of adapters may lead
+
+
+class AgentSettings(MachineSettings, frozen=True, kw_only=True):
+    """Settings of ``corun.runtime.cluster.agent``."""
+
+    port: int  # its parent keeps it bound
+    division: MachineDivision  # of this machine, one share per engine
+    adapter_cache_bytes: int
+    num_places: int | None = None  # for engines; None = unlimited
     engine_command: tuple[str, ...] = (sys.executable, "-P", "-m", "corun.runtime.cli")
 
 
-class NodeSettings(ProcessSettings, frozen=True):
+class NodeSettings(MachineSettings, frozen=True, kw_only=True):
     """Settings of an agent on one of Ray's machines (``machines.supervised``)."""
 
-    process_name: ClassVar[str] = "agent"
-
-    controller_url: str
-    state_dir: str  # on each machine
     adapter_cache_bytes: int | None  # None = half of the free space there
-    engine: EngineConfig
-    serve: ServeConfig
     unpinned: bool
     resources: AgentResources = AgentResources(1, 1.0, 0.0)
     unsupervised_s: float = 120.0  # for so long an agent goes on without an actor
-    roots: AdapterRoots = OWN_FILES  # where links in directories of adapters may lead
     agent_id: str = ""  # set on the machine, as its address is
     host: str = ""
     engine_command: tuple[str, ...] | None = None  # None = the default there

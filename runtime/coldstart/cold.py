@@ -28,7 +28,6 @@ class LayerTimes:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return len(self.device_s)
 
     def after(self, time_s: float) -> "LayerTimes":
@@ -74,7 +73,6 @@ class CoScheduledRows:
         return num_warm_tokens + sum(part.num_tokens for part in self.cold)
 
     def with_row(self, part: ColdPart) -> "CoScheduledRows":
-        """Return these rows with one more cold row."""
         return replace(self, cold=(*self.cold, part))
 
 
@@ -112,7 +110,6 @@ class ColdRequest:
         return max(self.priority, _LEAST_PRIORITY) * first_token_s + self.num_running * stall_s
 
     def after(self, time_s: float) -> "ColdRequest":
-        """Return the request as it is ``time_s`` later."""
         if not time_s:
             return self
         read_s = None if self.read_s is None else _from(time_s, self.read_s)

@@ -71,7 +71,6 @@ class PlannedColdStarts(ColdStarts):
         self._num_workers = num_ready
 
     def files_read(self, num_bytes: int, duration_s: float) -> None:
-        """Learn from ``num_bytes`` that were read from files."""
         self._files.record(num_bytes, duration_s)
 
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:

@@ -87,7 +87,6 @@ class FileForecast:
         self.bytes_per_s = FIRST_FILE_BYTES_PER_S
 
     def record(self, num_bytes: int, duration_s: float) -> None:
-        """Learn from a read of ``num_bytes`` bytes."""
         if num_bytes and duration_s > 0.0:
             self.bytes_per_s += _SMOOTHING * (num_bytes / duration_s - self.bytes_per_s)
 

@@ -28,50 +28,34 @@ _GONE = {
 CheckValue = Callable[[Any, str], object]
 
 
-def option(  # noqa: PLR0913 - one keyword per property
-    default: Any,
-    *,
-    help: str,
-    choices: Sequence[str] = (),
-    metavar: str | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    positional: bool = False,
-    number_as_text: bool = False,
-    one_each: bool = False,
-    check: CheckValue | None = None,
-    commands: Sequence[str] = (),
-) -> Any:
+class Properties(typing.TypedDict, total=False):
+    """Documentation and limits of an option."""
+
+    help: typing.Required[str]
+    choices: Sequence[str]
+    metavar: str | None
+    minimum: float | None  # inclusive, as ``maximum``
+    maximum: float | None
+    above: float | None  # an exclusive lower bound
+    positional: bool  # it has no flag
+    number_as_text: bool  # a lone number, which YAML does not read as text, is taken as text
+    one_each: bool  # each of several values needs the flag before it, so that MODEL may follow
+    check: CheckValue | None  # called after the checks of type, choices and range
+    commands: Sequence[str]  # these have the flag in addition to ``corun serve``
+
+
+def option(default: Any, **properties: typing.Unpack[Properties]) -> Any:
     """Return a dataclass field with its documentation and limits.
 
     The flag is the field's name with dashes (``max_model_len`` -> ``--max-model-len``), the YAML
-    key is the flag without the leading dashes, dashes or underscores alike. ``minimum`` and
-    ``maximum`` are inclusive, ``above`` is an exclusive lower bound. A ``positional`` option has no
-    flag. ``number_as_text``: a lone number, which YAML does not read as text, is taken as text.
-    ``one_each``: each of several values needs the flag before it, so that MODEL may follow.
-    ``check`` is called after the checks of type, choices and range. ``commands`` have the flag in
-    addition to ``corun serve``.
+    key is the flag without the leading dashes, dashes or underscores alike.
     """
-    metadata = {
-        "help": help,
-        "choices": tuple(choices),
-        "metavar": metavar,
-        "minimum": minimum,
-        "maximum": maximum,
-        "above": above,
-        "positional": positional,
-        "number_as_text": number_as_text,
-        "one_each": one_each,
-        "check": check,
-        "commands": tuple(commands),
-    }
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=properties)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionSpec:
-    """One option, as its field describes it."""
+    """One option, as its field describes it; see ``Properties``."""
 
     name: str  # of the field
     kind: type  # str, int, float or bool; of one item if repeated
@@ -79,20 +63,19 @@ class OptionSpec:
     repeated: bool  # a tuple of ``kind``
     default: Any
     help: str
-    choices: tuple[str, ...]
-    metavar: str | None
-    minimum: float | None
-    maximum: float | None
-    above: float | None
-    positional: bool
-    number_as_text: bool
-    one_each: bool
-    check: CheckValue | None
-    commands: tuple[str, ...]
+    choices: Sequence[str] = ()
+    metavar: str | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    positional: bool = False
+    number_as_text: bool = False
+    one_each: bool = False
+    check: CheckValue | None = None
+    commands: Sequence[str] = ()
 
     @property
     def key(self) -> str:
-        """The YAML key."""
         return self.name.replace("_", "-")
 
     @property
@@ -200,7 +183,7 @@ def _check_item(spec: OptionSpec, value: Any, label: str) -> Any:
         value = float(value)
     if spec.number_as_text and type(value) is int:
         value = str(value)
-    if not _is_exactly(value, spec.kind):
+    if type(value) is not spec.kind:  # ``True`` is no ``int`` here
         kind = _KIND_NAMES[spec.kind]
         raise ConfigError(f"{label} is {value!r}, must be {kind}")
     if spec.choices and value not in spec.choices:
@@ -212,11 +195,6 @@ def _check_item(spec: OptionSpec, value: Any, label: str) -> Any:
     if spec.kind is str and not value:
         raise ConfigError(f"{label} is empty")
     return value
-
-
-def _is_exactly(value: object, kind: type) -> bool:
-    """Compare exact types: ``True`` is no ``int`` here."""
-    return type(value) is kind
 
 
 def _check_range(spec: OptionSpec, value: float, label: str) -> None:

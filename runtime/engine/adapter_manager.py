@@ -347,7 +347,6 @@ class AdapterManager:
 
     @property
     def watch_state(self) -> WatchState:
-        """The state of the watched directory."""
         return WatchState() if self._watch is None else self._watch.state
 
     def _follow_changes(self) -> None:

@@ -92,7 +92,6 @@ class AdapterReaderThread:
         self._thread.start()
 
     def put(self, job: ReadJob) -> None:
-        """Queue a job."""
         self.num_reading += 1
         self._jobs.put(job)
 
@@ -119,7 +118,6 @@ class AdapterReaderThread:
         return answered
 
     def read_now(self, job: ReadJob) -> ReadDone:
-        """Run a job in the calling thread."""
         return self._read(job, self._make_room)
 
     def notify(self) -> None:
@@ -149,7 +147,6 @@ class AdapterReaderThread:
             os.eventfd_write(self._event_fd, 1)
 
     def _ask_for_room(self, layer_bytes: Sequence[int]) -> HostPlace | None:
-        """Ask the engine's thread for a place."""
         if self._is_closed:
             return None
         self._asked.put(layer_bytes)

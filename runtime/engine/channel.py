@@ -169,7 +169,6 @@ class Channel(Generic[Received]):
         self._sock.setblocking(False)
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
         self.at_end = True
         self._sock.close()
 
@@ -220,7 +219,6 @@ class AsyncChannel(asyncio.Protocol, Generic[Received]):
     # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
         # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
 

@@ -149,7 +149,6 @@ class ChannelClient:
         raise NotImplementedError
 
     def _describe_end(self) -> str:
-        """Describe how the other end ended."""
         raise NotImplementedError
 
     def _begin_death(self) -> None:

@@ -85,7 +85,6 @@ class SlowLog:
             self._waiting[request.request_id] = f"request {name} for {model}"
 
     def record(self, event: RequestEvent) -> None:
-        """Record an event of the scheduler."""
         if event.timing is None or self._threshold_s is None:
             return
         request = self._waiting.pop(event.request_id)
@@ -344,7 +343,6 @@ class EngineCore:
         )
 
     def machine(self) -> MachineReport:
-        """Return the latency model of this machine."""
         return machine_report(self._scheduler, self._config.machine)
 
     def take_changed_adapters(self) -> Changed:
@@ -462,5 +460,4 @@ class EngineCore:
 
 
 def _reason(error: Exception) -> str:
-    """Describe an exception in one line."""
     return f"{type(error).__name__}: {error}"

@@ -71,13 +71,11 @@ class Heartbeat:
     # For the thread beside the engine.
 
     def beat(self) -> None:
-        """Increment the heartbeats."""
         self._numbers[_BEATS] += 1
 
     # For the engine's thread.
 
     def begin_turn(self) -> None:
-        """A turn of the loop begins."""
         numbers = self._numbers
         numbers[_LAYERS] = 0
         numbers[_TURN] += 1
@@ -186,7 +184,6 @@ class HangWatch:
 
     @property
     def state(self) -> HangState:
-        """The state at the last reading."""
         if self.stalled_s < self._limit_s:
             return HangState.MOVING
         return HangState.LOST if self.stalled_s >= self.lost_s else HangState.STALLED

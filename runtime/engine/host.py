@@ -208,9 +208,7 @@ class BuiltEngine(Protocol):
         ...
 
     @property
-    def adapters(self) -> AdapterOperations:
-        """Registers adapters."""
-        ...
+    def adapters(self) -> AdapterOperations: ...
 
     @property
     def grammars(self) -> GrammarCompiler:

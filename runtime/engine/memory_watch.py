@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from ...cpu_workers.affinity import place_thread
-from ..machine.memory_room import read_memory_room
+from ..machine.facts import read_memory_room
 from ..memory.relief import MemoryRelief, MemoryRoom
 
 _LOG = logging.getLogger(__name__)

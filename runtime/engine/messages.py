@@ -289,7 +289,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions for all causes."""
         return sum(self.preemptions.values())
 
     @property

@@ -194,7 +194,6 @@ class Conventions:
         continue_final_message: bool = False,
         **template_arguments: Any,
     ) -> str:
-        """See ``Tokenizer.apply_chat_template``."""
         if self._refusal is not None:
             raise RequestError(
                 f"adapter {self._name!r} takes no messages: {self._refusal}; correct its files and "
@@ -244,7 +243,6 @@ class AdapterTokenizers:
         self._making: dict[_Tokens, asyncio.Task[Tokenizer]] = {}
 
     async def conventions_of(self, lora: Lora) -> Conventions:
-        """See ``AsyncEngine.conventions_of``."""
         name = lora_name_of(lora)
         if name is None:
             return Conventions(self._base)

@@ -211,7 +211,6 @@ def _marks(added: Mapping[int, Any]) -> dict[str, int]:
 
 
 def _special(added: Mapping[int, Any]) -> dict[int, SpecialToken]:
-    """Return the special tokens among a tokenizer's added tokens."""
     return {
         token_id: SpecialToken(token.content, token.lstrip, token.rstrip)
         for token_id, token in added.items()

@@ -75,7 +75,6 @@ class EngineWatches:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[EngineWatch]:
-        """A watch inside the block."""
         watch = EngineWatch()
         self._watches.add(watch)
         try:
@@ -84,12 +83,10 @@ class EngineWatches:
             self._watches.discard(watch)
 
     def sent(self, request_id: str, num_requests: int) -> None:
-        """See ``on_sent``."""
         if self.on_sent is not None:
             self.on_sent(request_id, num_requests)
 
     def changed(self, names: Iterable[str] = ()) -> None:
-        """Notify all watches."""
         for watch in self._watches:
             watch.changed(names)
 
@@ -133,7 +130,6 @@ class AnswerClient(Generic[Answer]):
         return self._answer
 
     def apply(self, answer: Answer) -> None:
-        """Store an answer of the engine."""
         self.latest, self._received_s = answer, time.monotonic()
         self.stop_waiting()
 

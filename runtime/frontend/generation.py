@@ -136,7 +136,6 @@ class Choice:
         )
 
     def fail(self, error: CorunError) -> None:
-        """End with ``error``."""
         self.error = error
         self.finish_reason = "error"
 
@@ -259,7 +258,6 @@ class Generation:
 
     @property
     def request_id(self) -> str:
-        """The caller's id of the request."""
         return self._prepared.request_id
 
     @property
@@ -274,7 +272,6 @@ class Generation:
         return self._num_open == 0 or self.error is not None
 
     def fail(self, error: CorunError) -> None:
-        """End all open choices with ``error``."""
         for choice in self.choices:
             if not choice.has_ended:
                 choice.fail(error)

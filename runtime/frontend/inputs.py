@@ -44,7 +44,6 @@ class LoraDirectory:
         return self._infos.get(name)
 
     def list(self) -> list[AdapterInfo]:
-        """Return all adapters, by name."""
         return sorted(self._infos.values(), key=lambda info: info.name)
 
     def ready_path(self, name: str) -> str | None:

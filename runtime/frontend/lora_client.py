@@ -77,7 +77,6 @@ class LoraClient:
         self.directory.update(adapters)
 
     def add_resolver(self, resolver: LoraResolver) -> None:
-        """Add a resolver after the present ones."""
         self._resolvers.append(resolver)
 
     async def resolve(self, lora: Lora) -> None:
@@ -243,7 +242,6 @@ class LoraClient:
         await self._run(RemoveAdapter(next(self._operation_ids), name))
 
     def operation_done(self, message: OperationDone) -> None:
-        """Apply the end of an operation."""
         future = self._operations.pop(message.operation_id, None)
         if future is None or future.done():
             return
@@ -253,7 +251,6 @@ class LoraClient:
             future.set_exception(rebuild_error(message.error_kind, message.error, default=AdapterError))
 
     def fail_all(self, error: EngineDeadError) -> None:
-        """End every operation with ``error``."""
         for future in self._operations.values():
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))

@@ -34,7 +34,6 @@ class SpecialTokens:
         self._first_characters = frozenset(token.content[0] for token in tokens.values())
 
     def occur_in(self, text: str) -> bool:
-        """Whether one of the tokens is a part of ``text``."""
         return any(token.content in text for token in self._tokens.values())
 
     def text(self, token_id: int) -> str:

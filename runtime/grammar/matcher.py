@@ -129,7 +129,6 @@ class Matcher:
 
 
 def _bits(words: NDArray[np.int32], token_ids: Collection[int]) -> list[int]:
-    """Return those of ``token_ids`` that have a bit."""
     return [
         token
         for token in token_ids

@@ -80,7 +80,9 @@ def _device(driver: Any, index: int) -> VisibleDevice:
         _LOG.warning("cannot read the UUID of CUDA device %d; using its index", index)
         return VisibleDevice(str(index), None)
     node = None
-    if driver.cuDeviceGetPCIBusId(address, _ADDRESS_BYTES, handle) == 0:
+    if driver.cuDeviceGetPCIBusId(address, _ADDRESS_BYTES, handle):
+        _LOG.warning("cannot read the PCI address of CUDA device %d; its NUMA node is unknown", index)
+    else:
         node = pci_numa_node(address.value.decode("ascii"))
     return VisibleDevice(_uuid_name(bytes(uuid)), node)
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cgroup import cgroup_cpu_quota, cgroup_memory
+from .cgroup import cgroup_cpu_quota, cgroup_memory, cgroup_memory_rooms
 
 # Share of a CPU that one more thread than a quota's whole CPUs must add.
 _LEAST_GAIN = 1.15
@@ -151,3 +151,14 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
+
+
+def read_memory_room(root: Path = Path("/")) -> tuple[int, int]:
+    """(available bytes, all bytes) where the available share is smallest.
+
+    Reclaimable page cache counts as available. Raises ``OSError`` or ``KeyError`` if the system
+    does not report it.
+    """
+    meminfo = parse_meminfo((root / "proc/meminfo").read_text(encoding="ascii"))
+    rooms = [(meminfo["MemAvailable"], meminfo["MemTotal"]), *cgroup_memory_rooms(root)]
+    return min(rooms, key=lambda room: room[0] / room[1] if room[1] else 1.0)

@@ -235,7 +235,6 @@ class AdapterCache:
         return True
 
     def finish_load(self, adapter_id: AdapterId) -> None:
-        """Make a loading adapter resident."""
         entry = self._expect(adapter_id, AdapterState.LOADING)
         entry.state = AdapterState.RESIDENT
         self.log.changed.add(adapter_id)

@@ -35,7 +35,6 @@ class LoadTotals:
     duration_s: float = 0.0
 
     def add(self, duration_s: float) -> None:
-        """Count one load."""
         self.num_loads += 1
         self.duration_s += duration_s
 

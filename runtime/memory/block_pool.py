@@ -85,7 +85,6 @@ class MemoryBudget:
         assert self._evictable_bytes >= 0, self._evictable_bytes
 
     def release(self, owner: str, num_bytes: int) -> None:
-        """Free ``num_bytes`` of ``owner``."""
         held = self._allocated.get(owner, 0)
         assert 0 <= num_bytes <= held, f"{owner} releases {num_bytes} of {held} bytes"
         self._allocated[owner] = held - num_bytes

@@ -131,7 +131,6 @@ class DeviceMemory:
         return num_blocks <= self.num_blocks and needed_bytes <= self.capacity_bytes
 
     def adapter_state(self, adapter_id: AdapterId) -> AdapterState:
-        """Return the state of the device copy of an adapter."""
         return self.cache.state(adapter_id)
 
     def find(self, request: Request) -> Sequence[KvNode]:

@@ -180,7 +180,6 @@ class PrefixCache:
         return node
 
     def release(self, path: Sequence[KvNode]) -> None:
-        """Release the blocks of ``path``."""
         if self._tree is not None and path:
             self.num_ended_uses += 1
             self.free(self._tree.release(path[-1]))

@@ -36,7 +36,6 @@ class MemoryRoom:
 
     @property
     def is_nearly_short(self) -> bool:
-        """Whether memory may be short soon."""
         return self.available_bytes < _NEAR_SHARE * self.total_bytes
 
     @property

@@ -117,7 +117,6 @@ class RecentMean:
         return self._mean
 
     def record(self, value: float, now_s: float) -> None:
-        """Record that the value is ``value`` from now on."""
         share = math.exp(-max(0.0, now_s - self._since_s) / self._window_s)
         self._mean = share * self._mean + (1.0 - share) * self._newest
         if math.isinf(self._since_s):

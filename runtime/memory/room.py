@@ -323,7 +323,6 @@ class RoomMaker:
         return True
 
     def _owners(self, pages: Pages, *, include_waiting: bool) -> dict[int, AdapterId]:
-        """Return the adapters that may be evicted, by page."""
         owners: dict[int, AdapterId] = {}
         for adapter_id in self._cache.ranked(include_waiting=include_waiting):
             for run in pages.runs_of(adapter_id):

@@ -65,7 +65,6 @@ class LinkUse:
             self._busy_s[key] = self._busy_s.get(key, 0.0) + now_s - self._since_s.pop(key)
 
     def totals(self, now_s: float) -> dict[LinkKey, LinkTotals]:
-        """Return the totals up to now."""
         return {
             key: LinkTotals(num_bytes, self._busy_s.get(key, 0.0) + now_s - self._since_s.get(key, now_s))
             for key, num_bytes in self._num_bytes.items()
@@ -192,7 +191,6 @@ class TransferTable:
         return transfer_id in self._open
 
     def load_of(self, adapter_id: AdapterId) -> OpenLoad | None:
-        """Return the open load of an adapter, if any."""
         return self._loads.get(adapter_id)
 
     @property
@@ -216,11 +214,9 @@ class TransferTable:
         return sorted(unread, key=lambda load: (load is not reading, not load.is_demand))
 
     def new_id(self) -> TransferId:
-        """Return a new transfer id."""
         return TransferId(next(self._ids))
 
     def begin(self, transfer: OpenTransfer, now_s: float) -> None:
-        """Begin a transfer with the next plan."""
         assert transfer.transfer_id not in self._open, transfer
         transfer.began_s = now_s
         self._open[transfer.transfer_id] = transfer

@@ -53,7 +53,6 @@ class _Process:
         theirs.close()
 
     def run(self, model_type: str) -> Trial:
-        """Try a type."""
         self.num_trials += 1
         try:
             self._trials.send(model_type)

@@ -23,9 +23,8 @@ from ..errors import CorunError
 from ..frontend.engine import Engine
 from ..frontend.outputs import LoRARequest, RequestOutput
 from ..sampling import SamplingParams
-from .classes import ModelClass, model_classes
 from .outcome import ADAPTER_KINDS, Parity, Trial
-from .tiny_config import VOCAB_SIZE, tiny_config
+from .tiny_config import VOCAB_SIZE, ModelClass, model_classes, tiny_config
 
 _MAX_ERROR = 1e-4  # of log-probabilities, as a share of the largest one
 _MAX_PARAMETERS = 400_000_000

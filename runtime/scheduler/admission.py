@@ -75,7 +75,6 @@ class Admission:
         self._running.timelines.waits(request, part, len(self._running), now_s)
 
     def _wait_reason(self, request: Request, verdict: Verdict) -> TimePart:
-        """Return what a refused request waits for."""
         if verdict is Verdict.NO_KV:
             return TimePart.KV_MEMORY
         if verdict is Verdict.NO_ADAPTER:
@@ -139,7 +138,6 @@ class Admission:
         request.has_short_kv = threshold is not None and request.num_known_tokens < threshold
 
     def _start(self, request: Request, grant: Grant, draft: StepDraft, now_s: float) -> None:
-        """Run ``request`` from this step on."""
         self.waiting.remove(request)
         self._running.start(request, grant)
         num_found, num_copied = request.begin(request.num_kept_tokens)

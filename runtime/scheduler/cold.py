@@ -77,7 +77,6 @@ class ColdStarts:
         return None
 
     def counts(self) -> Mapping[str, int]:
-        """Return the number of cold requests by strategy."""
         return {}
 
     def discard(self, request_id: RequestId) -> None:

@@ -62,7 +62,6 @@ class Continuation:
         return has_room
 
     def squash(self, draft: StepDraft, now_s: float) -> None:
-        """Preempt the requests that the policy squashes."""
         for request in self._policy.squash(self._running.requests, now_s):
             self._preempt(request, PreemptionCause.SQUASH, draft, now_s)
 

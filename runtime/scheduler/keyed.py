@@ -53,7 +53,6 @@ class Overtaking:
         return self._num_tokens.get(request.request_id, 0) >= self._max_tokens
 
     def discard(self, request_id: RequestId) -> None:
-        """Drop the count of a request that has ended."""
         self._num_tokens.pop(request_id, None)
 
 

@@ -48,9 +48,7 @@ class SchedulerPolicy(Protocol):
         """Add a request that has arrived, or was preempted (it may have output tokens then)."""
         ...
 
-    def remove(self, request: Request) -> None:
-        """Remove a waiting request that has ended."""
-        ...
+    def remove(self, request: Request) -> None: ...
 
     def ended(self, request: Request, now_s: float) -> None:
         """Drop the record of a request that has ended. If it waited, ``remove`` came first."""

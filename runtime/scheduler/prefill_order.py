@@ -21,7 +21,6 @@ class RunningMean:
         self._num_values = 0
 
     def add(self, value: float) -> None:
-        """Include a value."""
         self._num_values = min(self._num_values + 1, _MEAN_OF)
         self.value += (value - self.value) / self._num_values
 
@@ -56,7 +55,6 @@ class ShortPrefillFirst:
         return sorted(requests, key=self._key)
 
     def discard(self, request_id: RequestId) -> None:
-        """Drop the key of a request that has ended."""
         self._keys.pop(request_id, None)
 
     def _key(self, request: Request) -> tuple[float, RequestId]:

@@ -120,7 +120,6 @@ class ResultReader:
 
 
 def _rows(step: InFlightStep) -> Iterator[_Row]:
-    """Yield the rows of a step with their requests."""
     for batch, requests in zip(step.plan.sub_batches, step.rows, strict=True):
         yield from zip(
             requests,
@@ -133,7 +132,6 @@ def _rows(step: InFlightStep) -> Iterator[_Row]:
 
 
 def _sub_batch_tokens(step: InFlightStep, request_id: RequestId) -> int:
-    """Return the number of tokens in the sub-batch of a request."""
     (batch,) = (one for one in step.plan.sub_batches if request_id in one.request_ids)
     return sum(batch.num_tokens)
 

@@ -45,7 +45,6 @@ class RunningSet:
         return request_id in self._draining
 
     def start(self, request: Request, grant: Grant) -> None:
-        """Run ``request`` in the memory of ``grant``."""
         assert not request.block_ids, request.request_id
         assert request.num_in_flight_steps == 0, request.request_id
         request.status = RequestStatus.RUNNING

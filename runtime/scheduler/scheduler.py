@@ -100,7 +100,6 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Running requests."""
         return len(self._running)
 
     @property
@@ -294,12 +293,10 @@ class Scheduler:
         request.num_predicted_output_tokens = min(max(1, request.num_predicted_output_tokens), most_tokens)
 
     def _enqueue(self, request: Request, now_s: float) -> None:
-        """Add a request to the waiting ones."""
         self.waiting.add(request)
         self._policy.add(request, now_s)
 
     def _finish_events(self, events: list[RequestEvent], now_s: float) -> list[RequestEvent]:
-        """Complete events, and end the requests of final ones."""
         events = [self._complete(event, now_s) for event in events]
         for event in events:
             if event.finish_reason is not None:
@@ -310,7 +307,6 @@ class Scheduler:
         return events
 
     def _end(self, request: Request, now_s: float) -> None:
-        """Remove a request in any state."""
         del self._requests[request.request_id]
         if request.status is RequestStatus.WAITING:
             self._policy.remove(request)

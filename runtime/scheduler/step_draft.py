@@ -111,7 +111,6 @@ class StepDraft:
         return self._in_time(request, self._room(request, self.max_cold_tokens), is_cold=True)
 
     def add_cold_chunk(self, request: Request, chunk: ColdChunk) -> None:
-        """Add ``chunk`` of a cold request."""
         assert 0 < chunk.num_tokens <= self._room(request, self.max_cold_tokens)
         self._take(request, chunk.num_tokens)
         self._num_free_cold_tokens -= chunk.num_tokens

@@ -35,9 +35,7 @@ class StepTimes(Protocol):
         """Return the time of a step of ``num_rows`` decode rows; 0 while unknown."""
         ...
 
-    def step_ended(self, num_tokens: int, duration_s: float) -> None:
-        """Learn from a step of ``num_tokens`` tokens."""
-        ...
+    def step_ended(self, num_tokens: int, duration_s: float) -> None: ...
 
 
 class ProfiledTimes:

@@ -62,7 +62,6 @@ class _Timeline:
     num_in_the_way: dict[TimePart, int] = field(default_factory=dict)
 
     def waits(self, part: TimePart, now_s: float) -> None:
-        """Count all time from now on as ``part``."""
         if self.shares[0][0] is not part:
             self.turn(now_s, ((part, 1.0),))
 
@@ -102,7 +101,6 @@ class Timelines:
         self._open[request.request_id] = timeline
 
     def waits(self, request: Request, part: TimePart, num_running: int, now_s: float) -> None:
-        """Record what a waiting request waits for from now on."""
         timeline = self._open.get(request.request_id)
         if timeline is None:
             return
@@ -111,7 +109,6 @@ class Timelines:
         timeline.waits(part, now_s)
 
     def preempted(self, request: Request, cause: PreemptionCause, num_running: int, now_s: float) -> None:
-        """Record that a request was preempted, and waits again."""
         self._running.pop(request.request_id, None)
         short = cause is PreemptionCause.KV_MEMORY
         self.waits(request, TimePart.KV_MEMORY if short else TimePart.ORDER, num_running, now_s)

@@ -52,7 +52,6 @@ class WaitingQueue:
                 yield entry[-1]
 
     def add(self, request: Request, key: float) -> None:
-        """Add ``request``."""
         assert request not in self, request.request_id
         self._num_added += 1
         self._numbers[request.request_id] = self._num_added
@@ -65,7 +64,6 @@ class WaitingQueue:
             heapq.heappush(self._rest, self._front.pop())
 
     def remove(self, request: Request) -> None:
-        """Remove ``request``."""
         del self._numbers[request.request_id]
         if len(self._rest) > 2 * len(self._numbers) + _MAX_FRONT:
             self._rest = [entry for entry in self._rest if self._is_waiting(entry)]
@@ -100,7 +98,6 @@ class WaitingWork:
         self.num_tokens = 0  # to compute, without known prefixes
 
     def add(self, request: Request) -> None:
-        """Include a request that waits from now on."""
         self._cache.add_waiting(request.adapter_id)
         num_tokens = request.num_known_tokens - request.found.num_known_prefix_tokens
         self._tokens[request.request_id] = num_tokens
@@ -108,7 +105,6 @@ class WaitingWork:
         self.num_by_rank[request.adapter_rank] += 1
 
     def remove(self, request: Request) -> None:
-        """Remove a request that no longer waits."""
         self._cache.remove_waiting(request.adapter_id)
         self.num_tokens -= self._tokens.pop(request.request_id)
         rank = request.adapter_rank

@@ -1,10 +1,19 @@
-"""Divides the parts of an answer into blocks: a text, a reasoning or a call."""
+"""Divides the parts of an answer into blocks: a text, a reasoning or a call.
+
+Events of streams have a ``type``, which names them.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from ..tools.parts import AnswerPart, CallHead, PartKind
+import msgspec
+
+from ..frontend.outputs import CompletionOutput, RequestOutput
+from ..tools.parts import AnswerParser, AnswerPart, CallHead, PartKind
+from .generation_request import ParsedRequest
+from .responses import Timing, Usage
+from .sse import StreamEncoder
 
 EventT = TypeVar("EventT")
 
@@ -25,7 +34,6 @@ class BlockWriter(ABC, Generic[EventT]):
 
     @property
     def kind(self) -> PartKind:
-        """The kind of the open block."""
         assert self._open is not None, "no block is open"
         return self._open[0]
 
@@ -80,3 +88,50 @@ class BlockWriter(ABC, Generic[EventT]):
     @abstractmethod
     def closed(self, text: str, *, is_complete: bool) -> Iterator[EventT]:
         """Yield the events of the open block's end; ``text``: all of it."""
+
+
+class BlockEvents(StreamEncoder):
+    """Encodes the stream of one answer."""
+
+    __slots__ = ("_blocks", "_latest", "_parser", "_request")
+
+    def __init__(self, request: ParsedRequest, blocks: BlockWriter[Any]) -> None:
+        self._request = request
+        self._blocks = blocks
+        self._parser: AnswerParser | None = None  # there is none before the prompt is made
+        self._latest: CompletionOutput | None = None
+
+    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
+        events = b""
+        if self._parser is None:
+            self._parser = self._request.answers.parser()
+            events = encoded(self._first(output))
+        (self._latest,) = output.outputs
+        return events + encoded(self._blocks.add(self._parser.feed(self._latest.new_text)))
+
+    def end(self, usage: Usage | None, timing: Timing | None) -> bytes:
+        assert self._parser is not None and self._latest is not None and usage is not None
+        rest = self._request.answers.rest(self._parser, self._latest)
+        events = encoded(self._blocks.add(rest))
+        events += encoded(self._blocks.end(is_complete=is_complete(self._latest)))
+        return events + encoded(self._last(self._latest, usage))
+
+    @abstractmethod
+    def _first(self, output: RequestOutput) -> Iterable[Any]:
+        """Return the events before the first block."""
+
+    @abstractmethod
+    def _last(self, choice: CompletionOutput, usage: Usage) -> Iterable[Any]:
+        """Return the events after the last block."""
+
+
+def is_complete(choice: CompletionOutput) -> bool:
+    """Whether the model has ended the answer, or a stop sequence has."""
+    return choice.finish_reason != "length"
+
+
+def encoded(events: Iterable[Any]) -> bytes:
+    """Return events as server-sent events."""
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event.type.encode(), msgspec.json.encode(event)) for event in events
+    )

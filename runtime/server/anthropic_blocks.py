@@ -1,6 +1,6 @@
 """The answers of ``/v1/messages``: blocks, and the events of a stream."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -117,10 +117,3 @@ def _input(text: str) -> Mapping[str, Any]:
     except msgspec.DecodeError:
         return {}
     return arguments if isinstance(arguments, dict) else {}
-
-
-def encoded_events(events: Iterable[AnthropicEvent]) -> bytes:
-    """Return events as server-sent events."""
-    return b"".join(
-        b"event: %b\ndata: %b\n\n" % (event.type.encode(), msgspec.json.encode(event)) for event in events
-    )

@@ -1,43 +1,30 @@
 """The ASGI application: its routes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..engine_state import ENGINE_STATE_PATH, PROFILE_PATH
 from ..frontend.outputs import CompletionOutput, RequestOutput
-from ..tools.parts import AnswerParser
-from .anthropic_blocks import (
-    AnthropicBlocks,
-    AnthropicEvent,
-    AnthropicMessage,
-    AnthropicUsage,
-    ToolUseBlock,
-    encoded_events,
-)
+from .answer_blocks import BlockEvents, encoded
+from .anthropic_blocks import AnthropicBlocks, AnthropicEvent, AnthropicMessage, AnthropicUsage, ToolUseBlock
 from .anthropic_chat import FIELD_NAMES, chat_body_of
 from .anthropic_fields import AnthropicRequest
-from .basic_routes import BasicRoutes
+from .basic_routes import BasicRoutes, StateRoutes
 from .body import is_large, parse_body
 from .chat import ChatEndpoint
 from .completions import CompletionEndpoint
-from .cors import with_cors
 from .endpoint import OpenRecord, PromptRun
 from .errors import ErrorReply
 from .generation_request import ParsedRequest
 from .lora_routes import LoraRoutes
-from .middleware import AuthMiddleware, Handler, guarded, plain_app
-from .openapi import openapi_json
+from .middleware import AuthMiddleware, guarded, openapi_handler, plain_app, with_cors
 from .response_endpoint import ResponsesEndpoint
-from .responses import Timing, Usage, usage_of
+from .responses import Usage, usage_of
 from .sse import StreamEncoder
 from .state import ServerState
-from .state_routes import StateRoutes
 from .translation import TranslatedEndpoint
 
 
@@ -69,43 +56,29 @@ class AnthropicEndpoint(TranslatedEndpoint):
         )
 
 
-class _MessageEvents(StreamEncoder):
-    """The events of one stream."""
-
-    __slots__ = ("_blocks", "_latest", "_parser", "_request")
+class _MessageEvents(BlockEvents):
+    __slots__ = ()
+    _blocks: AnthropicBlocks
 
     def __init__(self, request: ParsedRequest) -> None:
-        self._request = request
-        self._blocks = AnthropicBlocks()
-        self._parser: AnswerParser | None = None  # there is none before the prompt is made
-        self._latest: CompletionOutput | None = None
+        super().__init__(request, AnthropicBlocks())
 
-    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
-        events = b""
-        if self._parser is None:
-            self._parser = self._request.answers.parser()
-            message = _message(self._request, usage_of([output]))
-            events = encoded_events([AnthropicEvent(type="message_start", message=message)])
-        (self._latest,) = output.outputs
-        return events + encoded_events(self._blocks.add(self._parser.feed(self._latest.new_text)))
+    def _first(self, output: RequestOutput) -> Iterable[AnthropicEvent]:
+        message = _message(self._request, usage_of([output]))
+        return [AnthropicEvent(type="message_start", message=message)]
 
-    def end(self, usage: Usage | None, timing: Timing | None) -> bytes:
-        assert self._parser is not None and self._latest is not None and usage is not None
-        rest = self._request.answers.rest(self._parser, self._latest)
-        events = [*self._blocks.add(rest), *self._blocks.end(is_complete=True)]
-        reason, sequence = _stop_of(self._latest, self._blocks)
-        events.append(
-            AnthropicEvent(
-                type="message_delta",
-                delta={"stop_reason": reason, "stop_sequence": sequence},
-                usage=AnthropicUsage.of(usage),
-            )
+    def _last(self, choice: CompletionOutput, usage: Usage) -> Iterable[AnthropicEvent]:
+        reason, sequence = _stop_of(choice, self._blocks)
+        yield AnthropicEvent(
+            type="message_delta",
+            delta={"stop_reason": reason, "stop_sequence": sequence},
+            usage=AnthropicUsage.of(usage),
         )
-        return encoded_events([*events, AnthropicEvent(type="message_stop")])
+        yield AnthropicEvent(type="message_stop")
 
     def error_event(self, reply: ErrorReply) -> bytes:
         error = {"type": reply.type, "message": reply.message}
-        return encoded_events([AnthropicEvent(type="error", error=error)])
+        return encoded([AnthropicEvent(type="error", error=error)])
 
 
 def _message(request: ParsedRequest, usage: Usage) -> AnthropicMessage:
@@ -156,21 +129,11 @@ def _routes(state: ServerState, generating: Mapping[str, ASGIApp]) -> list[Route
         Route(ENGINE_STATE_PATH, guarded(states.engine_state)),
         Route(PROFILE_PATH, guarded(states.profile)),
         Route("/version", guarded(basic.version)),
-        Route("/openapi.json", guarded(_openapi_handler(state, lambda: routes))),
         Route("/tokenize", guarded(basic.tokenize), methods=["POST"]),
         Route("/detokenize", guarded(basic.detokenize), methods=["POST"]),
     ]
     for prefix in ("/v1", ""):
         routes.append(Route(f"{prefix}/load_lora_adapter", guarded(lora.load), methods=["POST"]))
         routes.append(Route(f"{prefix}/unload_lora_adapter", guarded(lora.unload), methods=["POST"]))
+    routes.append(Route("/openapi.json", guarded(openapi_handler(routes, state.settings))))
     return routes
-
-
-def _openapi_handler(state: ServerState, routes: Callable[[], Iterable[Route]]) -> Handler:
-    """Return the handler of the document, which is made on the first request."""
-    document = cache(lambda: openapi_json(routes(), state.settings))
-
-    async def handler(request: Request) -> Response:
-        return Response(document(), media_type="application/json")
-
-    return handler

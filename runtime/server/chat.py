@@ -157,8 +157,6 @@ class ChatEndpoint(GenerationEndpoint):
 
 
 class _ChatChunks(ChunkEncoder):
-    """The events of one chat stream."""
-
     __slots__ = ("_num_calls", "_num_top_logprobs", "_parsers", "_reader")
 
     def __init__(self, request: ParsedRequest) -> None:

@@ -215,7 +215,6 @@ def _arguments(value: object, path: str, max_json_items: int) -> dict[str, Any]:
 
 
 def _text(content: object, path: str) -> str:
-    """Join the text parts of ``content``."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -356,7 +355,6 @@ class ToolFields(RequestModel):
         return tools
 
     def _choice(self, names: list[str]) -> tuple[CallMode | None, list[str]]:
-        """Return the mode and the functions that can be called."""
         choice = self.tool_choice
         if choice is None:
             choice = "auto" if names else "none"
@@ -388,7 +386,6 @@ class ToolFields(RequestModel):
 
 
 def _chosen(choice: object, path: str, names: list[str]) -> str:
-    """Return the function that ``choice`` names."""
     if not isinstance(choice, dict):
         raise wrong_type(path, choice, "an object with type and function")
     _check_type(choice, path)

@@ -151,8 +151,6 @@ class CompletionEndpoint(GenerationEndpoint):
 
 
 class _CompletionChunks(ChunkEncoder):
-    """The events of one stream of completions."""
-
     __slots__ = ("_echo_of", "_num_chars", "_request")
 
     def __init__(

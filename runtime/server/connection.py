@@ -77,7 +77,6 @@ class IdleConnections(Generic[_C]):
         return longest_idle
 
     def discard(self, connection: _C, client: str) -> None:
-        """Remove a connection if it is idle."""
         idle = self._of_client.get(client)
         if idle is not None:
             idle.pop(connection, None)

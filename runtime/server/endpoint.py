@@ -65,7 +65,6 @@ class PromptRun:
 
     @property
     def latest(self) -> RequestOutput:
-        """The last output of a prompt that has ended."""
         assert self._latest is not None
         return self._latest
 
@@ -79,12 +78,10 @@ class PromptRun:
         self._is_open = True
 
     def ended(self, output: RequestOutput) -> None:
-        """It has ended in the engine, with ``output``."""
         self._is_open, self._end, self._end_s = False, output, self._metrics.clock()
         self._on_end()
 
     def observe(self, output: RequestOutput) -> None:
-        """Count the next output."""
         self._latest = output
         metrics = self._metrics
         now_s = metrics.clock()
@@ -366,7 +363,6 @@ class GenerationEndpoint(ABC):
         await writer.write_json(msgspec.json.encode(self.answer(request, runs)))
 
     def answer(self, request: ParsedRequest, runs: Sequence[PromptRun]) -> msgspec.Struct:
-        """Return the answer of a request at the end of all its prompts."""
         envelope = request.envelope
         return Answer(
             id=envelope.id,
@@ -450,7 +446,6 @@ class GenerationEndpoint(ABC):
 
 
 def _prompt_id(request: ParsedRequest, index: int) -> str:
-    """Return the engine's id of one prompt of a request."""
     return request.envelope.id if len(request.prompts) == 1 else f"{request.envelope.id}-{index}"
 
 

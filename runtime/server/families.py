@@ -42,7 +42,6 @@ class Histogram:
         self._total = 0.0
 
     def observe(self, value: float, *, weight: int = 1) -> None:
-        """Count ``value`` ``weight`` times."""
         self._counts[bisect_left(self._bounds, value)] += weight
         self._total += value * weight
 
@@ -93,7 +92,6 @@ class Families:
         return family
 
     def info(self, name: str, text: str, labels: Mapping[str, str], value: float = 1.0) -> Metric:
-        """Return an info metric with these labels alone."""
         family = GaugeMetricFamily(self.name(name), text, labels=list(labels))
         family.add_metric(list(labels.values()), value)
         return family

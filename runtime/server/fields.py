@@ -235,7 +235,6 @@ class UnknownFields:
     def _record(
         self, name: str, table: FieldTable, location: tuple[int | str, ...], unknown: _Unknown
     ) -> None:
-        """Count one unknown field, or raise."""
         path = field_path(location)
         seen = (name, id(table))  # a name may be near a field of one kind of object only
         if seen not in unknown:  # the comparison takes long

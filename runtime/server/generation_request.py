@@ -432,18 +432,15 @@ class ParsedRequest:
 
     @property
     def adapter_name(self) -> str | None:
-        """The engine's name of its adapter."""
         return lora_name_of(self.adapter)
 
     @property
     def answers(self) -> AnswerReader:
-        """The reader of a chat's answers."""
         assert self.reader is not None, "not a chat"
         return self.reader
 
 
 def _renamed(exc: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return ``exc`` with the field's name as the request has it."""
     name = names.get(exc.param or "")
     if name is None or name == exc.param:
         return exc

@@ -275,7 +275,6 @@ class AdapterCount:
     _samples: tuple[bytes, bytes, bytes] = (b"", b"", b"")
 
     def samples(self, name: str, families: Families) -> tuple[bytes, bytes, bytes]:
-        """Return the lines of each of ``_BY_ADAPTER``."""
         now = self.prompt_tokens, self.generation_tokens  # a first token counts a prompt, too
         if now != self._shown:
             self._shown = now
@@ -427,7 +426,6 @@ class RequestMetrics:
             self._output_token_s.observe((total_s - first_token_s) / (most_tokens - 1))
 
     def families(self, families: Families) -> Iterator[Metric]:
-        """Yield all families."""
         for name, histogram in (
             ("prompt_tokens", self._num_prompt_tokens),
             ("prefill_kv_computed_tokens", self._num_computed_tokens),
@@ -504,7 +502,6 @@ class ServerMetrics:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families."""
         engine = self._engine
         yield self._families.gauge(
             "engine_alive", "1 while the engine is alive.", 0.0 if engine.error else 1.0

@@ -1,10 +1,12 @@
-"""Runs before every endpoint: keys, limit of connections, answers to errors, counts."""
+"""Runs before every endpoint: keys, limit of connections, other origins, answers to errors, counts."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import cache
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,6 +18,7 @@ from .access import PROBE_PATHS, Access
 from .connection import SURPLUS
 from .errors import ClientGoneError, HttpError, error_response, routing_error
 from .open_requests import HEADER, given_id, new_id
+from .settings import AppSettings
 
 # Routes with a parameter, by its name.
 _PATTERNS = {"model": "/v1/models/{model}", "name": "/v1/lora_adapters/{name}"}
@@ -142,3 +145,41 @@ class _Recorder:
                 name = given_id(self._scope) or new_id()
                 message["headers"] = [*headers, (HEADER, name.encode())]
         return self._send(message)
+
+
+_ROUTE_METHODS = ("GET", "HEAD", "POST")  # of all routes
+# Headers of answers that a page may read, beside those that browsers always show.
+_EXPOSED = ("x-request-id", "retry-after")
+
+
+def with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
+    """Return ``app`` with answers to preflight requests, and headers for pages of ``origins``.
+
+    A browser sends no key in a preflight request, so this comes before the check of keys. Without
+    origins, ``app`` itself is returned.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=_ROUTE_METHODS,
+        allow_headers=("*",),
+        allow_private_network=True,  # a named origin may be public, and this server is local
+        expose_headers=_EXPOSED,
+    )
+
+
+def openapi_handler(routes: Sequence[Route], settings: AppSettings) -> Handler:
+    """Return the handler of the document of ``routes``, which is made on the first request."""
+
+    @cache
+    def document() -> bytes:
+        from .openapi import openapi_json  # with all models of bodies
+
+        return openapi_json(routes, settings)
+
+    async def handler(request: Request) -> Response:
+        return Response(document(), media_type="application/json")
+
+    return handler

@@ -94,7 +94,6 @@ class OpenRequests:
             self._requests.discard(request)
 
     def end_all(self, cause: Exception) -> None:
-        """End every open request with ``cause``."""
         for request in tuple(self._requests):
             request.end(cause)
 

@@ -46,7 +46,6 @@ class RequestLog:
         self._thread.start()
 
     def write(self, record: HttpRequestRecord) -> None:
-        """Queue a record."""
         try:
             self._lines.put_nowait(self._encode(record) + b"\n")
         except queue.Full:

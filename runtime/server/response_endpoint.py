@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from ..frontend.outputs import CompletionOutput, RequestOutput
-from ..tools.parts import AnswerParser, PartKind
-from .answer_blocks import BlockWriter
+from ..tools.parts import PartKind
+from .answer_blocks import BlockEvents, BlockWriter, encoded, is_complete
 from .body import is_large, parse_body
 from .endpoint import OpenRecord, PromptRun
 from .errors import ErrorReply
@@ -33,7 +33,7 @@ from .response_objects import (
     ResponseObject,
     ResponseUsage,
 )
-from .responses import Timing, Usage, usage_of
+from .responses import Usage, usage_of
 from .sse import StreamEncoder
 from .translation import TranslatedEndpoint
 
@@ -110,7 +110,6 @@ class ItemAssembler(BlockWriter[ResponseEvent]):
                 return MessageItem(id=self._id(), status=status, content=texts)
 
     def _id(self) -> str:
-        """Return the id of the open item."""
         return f"{_ID_PREFIXES[self.kind]}_{self._response_id}_{self.num_blocks}"
 
     def _place(self) -> dict[str, Any]:
@@ -133,13 +132,6 @@ class ItemAssembler(BlockWriter[ResponseEvent]):
 
 def _part(kind: PartKind, text: str) -> OutputText | ReasoningText:
     return OutputText(text) if kind is PartKind.CONTENT else ReasoningText(text)
-
-
-def encoded(events: Iterable[ResponseEvent]) -> bytes:
-    """Return events as server-sent events."""
-    return b"".join(
-        b"event: %b\ndata: %b\n\n" % (event.type.encode(), msgspec.json.encode(event)) for event in events
-    )
 
 
 _FAILURE_CODES = {429: "rate_limit_exceeded"}  # by status; else "server_error"
@@ -196,62 +188,43 @@ class ResponsesEndpoint(TranslatedEndpoint):
         (choice,) = runs[0].latest.outputs
         items = ItemAssembler(request.envelope.id)
         list(items.add(request.answers.whole(choice)))  # its events are for streams
-        list(items.end(is_complete=_is_complete(choice)))
+        list(items.end(is_complete=is_complete(choice)))
         return _ended(request.response(), items, choice, usage_of(run.latest for run in runs))
 
 
-class _ResponseEvents(StreamEncoder):
-    """The events of one stream."""
-
-    __slots__ = ("_items", "_latest", "_parser", "_request", "_response")
+class _ResponseEvents(BlockEvents):
+    __slots__ = ("_response",)
+    _blocks: ItemAssembler
 
     def __init__(self, request: ParsedResponse) -> None:
-        self._request = request
         self._response = request.response()
-        self._items = ItemAssembler(self._response.id)
-        self._parser: AnswerParser | None = None  # there is none before the prompt is made
-        self._latest: CompletionOutput | None = None
+        super().__init__(request, ItemAssembler(self._response.id))
 
-    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
-        events = b""
-        if self._parser is None:
-            self._parser = self._request.answers.parser()
-            events = encoded(self._items.begin(self._response))
-        (self._latest,) = output.outputs
-        return events + encoded(self._items.add(self._parser.feed(self._latest.new_text)))
+    def _first(self, output: RequestOutput) -> Iterable[ResponseEvent]:
+        return self._blocks.begin(self._response)
 
-    def end(self, usage: Usage | None, timing: Timing | None) -> bytes:
-        assert self._parser is not None and self._latest is not None and usage is not None
-        rest = self._request.answers.rest(self._parser, self._latest)
-        events = encoded(self._items.add(rest))
-        events += encoded(self._items.end(is_complete=_is_complete(self._latest)))
-        response = _ended(self._response, self._items, self._latest, usage)
-        return events + encoded([self._items.finish(response)])
+    def _last(self, choice: CompletionOutput, usage: Usage) -> Iterable[ResponseEvent]:
+        return [self._blocks.finish(_ended(self._response, self._blocks, choice, usage))]
 
     def error_event(self, reply: ErrorReply) -> bytes:
         code = _FAILURE_CODES.get(reply.status, "server_error")
         response = msgspec.structs.replace(
             self._response,
             status="failed",
-            output=self._items.items,
+            output=self._blocks.items,
             error=ResponseFailure(code, reply.message),
         )
-        return encoded([self._items.finish(response)])
-
-
-def _is_complete(choice: CompletionOutput) -> bool:
-    return choice.finish_reason != "length"
+        return encoded([self._blocks.finish(response)])
 
 
 def _ended(
     response: ResponseObject, items: ItemAssembler, choice: CompletionOutput, usage: Usage
 ) -> ResponseObject:
-    """Return the response at its end."""
-    is_complete = _is_complete(choice)
+    has_ended = is_complete(choice)
     return msgspec.structs.replace(
         response,
-        status="completed" if is_complete else "incomplete",
-        incomplete_details=None if is_complete else IncompleteDetails(),
+        status="completed" if has_ended else "incomplete",
+        incomplete_details=None if has_ended else IncompleteDetails(),
         output=items.items,
         usage=ResponseUsage.of(usage),
     )

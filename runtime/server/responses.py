@@ -190,7 +190,6 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, answer: ParsedAnswer) -> "ChatMessage":
-        """Return the form of an answer."""
         calls = [
             ChatToolCall(one.head.call_id, CalledFunction(one.head.name, one.arguments))
             for one in answer.calls
@@ -242,7 +241,6 @@ class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, part: AnswerPart) -> "ChatDelta":
-        """Return the form of a part of an answer."""
         if part.kind is PartKind.CONTENT:
             return cls(content=part.text)
         if part.kind is PartKind.REASONING:

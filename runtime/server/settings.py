@@ -36,7 +36,6 @@ class AppSettings:
 
     @classmethod
     def of(cls, engine_config: EngineConfig, serve_config: ServeConfig, access: Access) -> "AppSettings":
-        """Return the settings that the options describe."""
         return cls(
             served_names=serve_config.served_model_name,
             access=access,

@@ -63,7 +63,6 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
 
     async def write_json(self, body: bytes) -> None:
-        """Send ``body`` as the whole answer."""
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

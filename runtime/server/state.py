@@ -111,7 +111,6 @@ class ServerState:
         return replace(found, adapter=mix)
 
     def on_record(self, record: HttpRequestRecord) -> None:
-        """Count and log a request that generates, at its end."""
         self.metrics.ended(record)
         if self.request_log is not None:
             self.request_log.write(record)

@@ -24,7 +24,7 @@ from ..cluster.router_state import RouterState
 from ..errors import RequestError
 from ..machine.gc_control import collection_paused
 from .clock import VirtualClock
-from .cluster_replayed import ClusterReplayed
+from .cluster_log import ClusterReplayed
 from .cluster_server import ClusterServer, Due, Sent
 from .cluster_spec import ClusterSpec
 from .engine import SimulationOptions, adapter_name

@@ -1,12 +1,28 @@
 """Observes a simulated cluster: loads over time by server, and figures of the whole."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from .cluster_replayed import ClusterReplayed
 from .cluster_server import ClusterServer
+from .file_stores import StoreUse
+from .replay import Replayed, RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterReplayed:
+    """A replay from its first arrival to its last token, or to where it was cut."""
+
+    records: tuple[RequestRecord, ...]  # of requests that were accepted, by arrival
+    refused: Mapping[str, int]  # numbers of requests that could never fit, by the reason
+    servers: tuple[Replayed, ...]  # each request counts for the server it was last sent to
+    num_routed: tuple[int, ...]  # by server: requests sent there, repeats included
+    stores: tuple[StoreUse, ...]  # by server
+    num_moved: int  # waiting requests that routers moved
+    num_lost: int  # requests of servers that died; each was sent again
+    duration_s: float
+
 
 _MIN_EVERY_S = 0.25
 

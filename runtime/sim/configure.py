@@ -133,7 +133,6 @@ def _num_bytes(text: str | None, flag: str) -> int | None:
 
 
 def _measured(path: Path, config: EngineConfig) -> SimulatedMachine:
-    """The machine of a profile."""
     try:
         profile = load_profile(path)
     except ProfileError as error:

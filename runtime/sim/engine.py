@@ -212,7 +212,6 @@ def _facts(machine: SimulatedMachine, ranks: Sequence[int]) -> list[AdapterFacts
 
 
 def _registry(adapters: Sequence[AdapterFacts]) -> AdapterRegistry:
-    """A registry of all adapters, each ready."""
     ids = itertools.count(1)
     registry = AdapterRegistry(lambda: AdapterId(next(ids)))
     for facts in adapters:

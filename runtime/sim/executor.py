@@ -91,7 +91,6 @@ def step_s(model: MachineModel, passes: Sequence[Pass]) -> float:
 
 
 def _costs(model: MachineModel, one: Pass) -> RowCosts:
-    """Costs of the rows that do not wait."""
     batch = one.batch
     if not one.waiting:
         return row_costs(model, batch.num_tokens, batch.start_positions, one.adapter_bytes)
@@ -239,7 +238,6 @@ class LatencyExecutor:
         return min(step_s, self._loads.next_s)
 
     def _process_until(self, now_s: float) -> None:
-        """Process all events up to ``now_s``, in order."""
         while (next_s := self._next_s()) <= now_s:
             if self._steps and self._steps[0].end_s <= next_s:
                 self._end_step(next_s)

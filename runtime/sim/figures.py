@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
-from .cluster_replayed import ClusterReplayed
+from .cluster_log import ClusterReplayed
 from .engine import SimulationOptions, simulate
 from .machines import SimulatedMachine
 from .replay import Replayed, RequestRecord

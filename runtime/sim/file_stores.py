@@ -15,8 +15,6 @@ from ..errors import ConfigError
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    """The store of one server."""
-
     capacity_bytes: int
     free_bytes: int = field(init=False)  # neither used by whole files nor reserved for ordered ones
     files: OrderedDict[str, None] = field(default_factory=OrderedDict)  # least recent use first
@@ -75,7 +73,6 @@ class FileStores:
             self.put(max(servers, key=lambda one: (self._stores[one].free_bytes, -one)), name)
 
     def names_on(self, server: int) -> frozenset[str]:
-        """Whole files in the store."""
         store = self._stores[server]
         if store.names is None:
             store.names = frozenset(store.files)
@@ -91,7 +88,6 @@ class FileStores:
         return self._num_copies[name]
 
     def is_there(self, server: int, name: str) -> bool:
-        """Whether the whole file is there."""
         return name in self._stores[server].files
 
     def can_take(self, server: int, name: str) -> bool:
@@ -113,7 +109,6 @@ class FileStores:
         return False
 
     def release(self, server: int, name: str) -> None:
-        """Unpin the file for a request that has ended."""
         users = self._stores[server].num_users
         assert users[name] > 0, name
         users[name] -= 1
@@ -187,7 +182,6 @@ class FileStores:
                 self.fetch(most, name, now_s)
 
     def close(self, server: int) -> StoreUse:
-        """Remove the server with all its files."""
         store = self._stores[server]
         used = StoreUse(store.most_files, store.largest_bytes, store.fetched_bytes)
         self._num_copies.subtract(store.files.keys())

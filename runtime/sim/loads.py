@@ -56,7 +56,6 @@ class SimulatedLoads:
         self._arrivals: list[tuple[float, TransferId, int]] = []
 
     def start(self, transfer: AdapterTransfer, group_bytes: tuple[int, ...], now_s: float) -> None:
-        """Begin a load of these layer groups."""
         load = _Load(transfer, group_bytes, transfer.is_demand)
         self._loads[transfer.transfer_id] = load
         self._num_bytes[Direction.TO_DEVICE] += sum(group_bytes)
@@ -97,7 +96,6 @@ class SimulatedLoads:
         return min(arrival_s, math.inf if self._reading is None else self._reading.end_s)
 
     def process_next(self) -> Result:
-        """Process the next event, and return its result."""
         if self._reading is not None and self._reading.end_s <= self.next_s:
             return self._end_reading(self._reading)
         now_s, transfer_id, group = self._arrivals.pop()
@@ -125,7 +123,6 @@ class SimulatedLoads:
         return self._ended_s[adapter_id]
 
     def stats(self, direction: Direction, now_s: float) -> LinkStats:
-        """Completed and running transfers of one direction."""
         busy_s, num_transfers = self._lanes[direction].at(now_s)
         return LinkStats(self._num_bytes[direction], busy_s, num_transfers)
 

@@ -43,7 +43,6 @@ class SimulatedMachine:
 
     @property
     def block_bytes(self) -> int:
-        """Of one KV block over all layers."""
         return self.block_size * self.kv_bytes_per_token
 
     @property
@@ -61,7 +60,6 @@ class SimulatedMachine:
             )
 
     def adapter_facts(self, name: str, rank: int) -> AdapterFacts:
-        """An adapter of this rank for all its targets."""
         num_layers = self.model.num_layers
         num_bytes = rank * self.adapter_bytes_per_rank
         ends = [num_bytes * layer // num_layers for layer in range(num_layers + 1)]

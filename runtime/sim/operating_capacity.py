@@ -8,9 +8,8 @@ from pathlib import Path
 from ...profiles.find import state_directory
 from ..cluster.policy.placement.registry import goes_by_demand
 from ..errors import ConfigError
-from .capacity import NoLimitError
 from .cluster_spec import ClusterSpec
-from .planning import FIRST_SHARE, Slo, capacities, saturated
+from .planning import FIRST_SHARE, NoLimitError, Slo, capacities, saturated
 from .study import SimulatedRun, Study
 from .workload_spec import AdapterSpec
 from .workloads import draw_workload

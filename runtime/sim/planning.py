@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from ...profiles.models import LinkModel, MachineModel
 from ..scheduler.events import TimePart
-from .capacity import NoLimitError, largest_rate
 from .cluster_spec import ClusterSpec, ServerLife
 from .results import percentile_s
 from .study import RunOutcome, SimulatedRun, Study
@@ -39,7 +38,6 @@ class Slo:
     percentile: float
 
     def is_held(self, outcome: RunOutcome) -> bool:
-        """Whether the percentile of the run is within the limit."""
         return percentile_s(outcome, self.percentile) <= self.ttft_s
 
 
@@ -101,11 +99,9 @@ class _Search:
 
     @property
     def best(self) -> RunOutcome:
-        """The run at the largest load."""
         return self._held[self.largest_rps]
 
     def take(self, outcome: RunOutcome) -> None:
-        """Continue with the outcome of ``wanted``."""
         assert self.wanted is not None
         is_held = self._slo.is_held(outcome)
         if is_held:
@@ -202,7 +198,8 @@ def what_binds(outcomes: Iterable[RunOutcome]) -> dict[Binding, float]:
     """Shares of resources in the waiting time of the slowest tenth of requests, largest first."""
     waited_s = dict.fromkeys(Binding, 0.0)
     for outcome in outcomes:
-        slowest = sorted(outcome.requests, key=lambda one: one.ttft_s)[-_tenth(outcome) :]
+        slowest = sorted(outcome.requests, key=lambda one: one.ttft_s)
+        slowest = slowest[-max(1, len(slowest) // 10) :]
         for request in slowest:
             for part, seconds in request.parts_s.items():
                 waited_s[_BINDINGS.get(TimePart(part), Binding.DEVICE)] += seconds
@@ -211,11 +208,55 @@ def what_binds(outcomes: Iterable[RunOutcome]) -> dict[Binding, float]:
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
-def _tenth(outcome: RunOutcome) -> int:
-    return max(1, len(outcome.requests) // 10)
-
-
 def adapters_that_fit(outcome: RunOutcome, mean_adapter_bytes: float) -> float:
     """The mean number of adapters on the device."""
     held = outcome.memory.num_bytes["adapters"]
     return sum(held) / len(held) / mean_adapter_bytes
+
+
+_FIRST_FACTOR = 1.1  # its square is the next, and so on
+_MAX_FACTOR = 1000.0  # from where the search starts
+
+
+class NoLimitError(RuntimeError):
+    """Every load that was tried is sustained, or none is."""
+
+
+def largest_rate(start_rps: float, precision: float = 1.02) -> Generator[float, bool, float]:
+    """Yield rates to try, receive whether each is sustained, and return the largest that is.
+
+    A rate ``precision`` times as large was tried and is not sustained.
+
+    Args:
+        start_rps: First rate to try, if possible near the result.
+        precision: Above 1.
+
+    Raises:
+        NoLimitError: There is none within a factor of 1,000 of ``start_rps``, or none up to the
+            largest rate that a workload may have.
+    """
+    start_rps = min(start_rps, MAX_RPS)
+    low_rps, high_rps = 0.0, 0.0  # 0 = not found yet
+    rate_rps, factor = start_rps, _FIRST_FACTOR
+    while not (low_rps and high_rps and high_rps <= low_rps * precision):
+        is_near = start_rps / _MAX_FACTOR <= rate_rps <= start_rps * _MAX_FACTOR
+        if not is_near or low_rps == MAX_RPS:
+            raise NoLimitError(f"{rate_rps:g} requests/s is no limit")
+        if (yield rate_rps):
+            low_rps = rate_rps
+        else:
+            high_rps = rate_rps
+        if not (low_rps and high_rps):
+            rate_rps = _rounded(low_rps * factor if low_rps else high_rps / factor)
+            rate_rps = min(rate_rps, MAX_RPS)
+            factor *= factor
+        else:
+            rate_rps = _rounded((low_rps * high_rps) ** 0.5)
+            if rate_rps in (low_rps, high_rps):
+                break
+    return low_rps
+
+
+def _rounded(rate_rps: float) -> float:
+    """Rounded, so that names of rates are short."""
+    return float(f"{rate_rps:.4g}")

@@ -23,7 +23,7 @@ def recipes() -> Mapping[str, Recipe]:
 
 def baselines() -> Mapping[str, Callable[[SimulatedMachine, Sequence[int]], SimulatedMachine]]:
     """Return by name the machine of a baseline, made of a machine and the ranks of its adapters."""
-    from .papers.baselines import BASELINES
+    from .papers.machines import BASELINES
 
     return BASELINES
 

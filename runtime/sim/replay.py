@@ -36,7 +36,6 @@ class RequestRecord:
     parts_s: dict[str, float] = field(default_factory=dict)
 
     def apply(self, update: RequestUpdate, at_s: float) -> None:
-        """Apply an update that the engine sent at ``at_s``."""
         if update.token_ids:
             self.num_output_tokens += len(update.token_ids)
             if self.first_token_s is None:

@@ -37,7 +37,6 @@ class Cell:
 
     @property
     def load(self) -> str:
-        """The load as readers see it."""
         return f"{self.rate_rps:g} requests/s" if self.rate_rps else "its own load"
 
 
@@ -52,7 +51,6 @@ class Results:
     slo_s: float | None
 
     def of(self, cell: Cell) -> list[RunOutcome]:
-        """Outcomes by seed."""
         return [self.outcomes[setup] for setup in cell.setups]
 
     def ttft_percentiles_s(self, cell: Cell) -> list[float]:

@@ -24,8 +24,7 @@ from ..config.engine import EngineConfig
 from ..engine.core import EngineCore
 from ..errors import ResourceError
 from .cluster import replay_cluster
-from .cluster_log import ClusterFigures, ServerLoads
-from .cluster_replayed import ClusterReplayed
+from .cluster_log import ClusterFigures, ClusterReplayed, ServerLoads
 from .cluster_spec import ClusterSpec
 from .configure import options_of
 from .engine import simulate
@@ -59,7 +58,6 @@ class SimulatedRun:
 
     @property
     def digest(self) -> str:
-        """Digest of the input and of the version of the simulator."""
         return hashlib.sha256(f"{__version__} {self!r}".encode()).hexdigest()[:16]
 
 
@@ -69,7 +67,6 @@ class RequestOutcome:
 
     rank: int
     ttft_s: float  # to the cut of the run, if it had no first token
-    has_first_token: bool
     token_s: float  # (end - arrival) / tokens; unfinished: (cut - arrival) / tokens it would have
     parts_s: dict[str, float]  # by values of ``scheduler.events.TimePart``
 
@@ -155,7 +152,6 @@ def _outcome(record: RequestRecord, workload: Workload, cut_s: float) -> Request
     return RequestOutcome(
         workload.ranks[request.adapter],
         first_s - record.arrival_s,
-        record.first_token_s is not None,
         (end_s - record.arrival_s) / request.output_tokens,
         record.parts_s,
     )
@@ -189,7 +185,6 @@ def _signals_later() -> Iterator[None]:
 
 
 def _begin_process(parent_pid: int) -> None:
-    """Initialize a process of the pool."""
     try:
         own_child_process(parent_pid)
     except OrphanError:

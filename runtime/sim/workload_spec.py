@@ -171,7 +171,6 @@ class WorkloadSpec:
 
     @property
     def has_trace_sessions(self) -> bool:
-        """Whether sessions come from the trace."""
         return self.lengths.source == "mooncake" and self.arrivals.process == "trace"
 
     def _check_sources(self) -> None:

@@ -98,7 +98,6 @@ def _tags(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lines(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Read lines with a key and a value each."""
     found: dict[str, Any] = {}
     for line in text.split(arguments.get("line_sep", "\n")):
         key, mark, value = line.strip().partition(arguments.get("kv_sep", ":"))

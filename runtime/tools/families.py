@@ -46,12 +46,10 @@ class AnswerFormat:
 
     @property
     def has_calls(self) -> bool:
-        """Whether its answers can have calls."""
         return CALLS_FIELD in self.template.fields
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether its answers can have reasoning."""
         return any(name in REASONING_FIELDS for name in self.template.fields)
 
 

@@ -55,9 +55,7 @@ class AnswerParser(Protocol):
     The parts of a text are the same, once joined, however the text was cut.
     """
 
-    def feed(self, text: str) -> list[AnswerPart]:
-        """Return the parts that ``text`` completes."""
-        ...
+    def feed(self, text: str) -> list[AnswerPart]: ...
 
     def finish(self) -> list[AnswerPart]:
         """Return the parts that were held back. No text follows."""

@@ -108,7 +108,6 @@ class AnswerReader:
         return TemplateParser(self._format.template, self._options, self._prompt)
 
     def whole(self, choice: CompletionOutput) -> list[AnswerPart]:
-        """Return the parts of a choice that has ended."""
         parser = self.parser()
         return [*parser.feed(choice.text), *self.rest(parser, choice)]
 
@@ -131,7 +130,6 @@ class AnswerReader:
 
     @staticmethod
     def finish_reason(reason: str | None, *, num_calls: int) -> str | None:
-        """Return the reason of an answer's end as clients see it."""
         return "tool_calls" if num_calls and reason == "stop" else reason
 
     @property

@@ -54,7 +54,6 @@ class Mark:
 
     @property
     def capture_names(self) -> frozenset[str]:
-        """The names of its groups."""
         return frozenset(self._pattern.groupindex)
 
     def find(self, text: str, start: int, *, is_end: bool) -> Match | None:
@@ -81,7 +80,6 @@ class Mark:
         return Match(found.start(), found.end(), is_pending, captures)
 
     def end_of_last(self, text: str) -> int | None:
-        """Return the end of its last match in ``text``, if there is one."""
         end = None
         for found in self._pattern.finditer(text, timeout=_MATCH_TIMEOUT_S):
             end = found.end()

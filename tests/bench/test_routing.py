@@ -26,7 +26,7 @@ def ran() -> RunOutcome:
 
 
 def _with(ran: RunOutcome, ttft_s: float = 1.0, token_s: Sequence[float] = (0.1,)) -> RunOutcome:
-    requests = tuple(RequestOutcome(8, ttft_s, True, one, {}) for one in token_s)
+    requests = tuple(RequestOutcome(8, ttft_s, one, {}) for one in token_s)
     return replace(ran, requests=requests)
 
 

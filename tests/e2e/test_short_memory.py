@@ -26,7 +26,7 @@ group, model, beside = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.build import build_engine
 from corun.runtime.engine.messages import AddRequest
-from corun.runtime.machine.memory_room import read_memory_room
+from corun.runtime.machine.facts import read_memory_room
 from corun.runtime.sampling import SamplingParams
 
 config = EngineConfig(

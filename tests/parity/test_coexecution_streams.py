@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from corun.gpu.coexec import handover, select
+from corun.gpu.coexec import handover, host_handover
 from corun.gpu.coexec.handover import AddByCopy, Exchange, Handover, StreamHandover
 from corun.gpu.coexec.invocation import Invocation
 from corun.gpu.device.base import Stream
@@ -29,7 +29,7 @@ def exchanged_by_streams() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handover, "Exchange", apart)
-        patch.setattr(select, "make_handover", by_streams)
+        patch.setattr(host_handover, "make_handover", by_streams)
         yield
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from aiohttp import ClientSession, web
 from corun.runtime.cluster.agent.app import AgentRoutes, AgentState
-from corun.runtime.cluster.agent.engine_list import EngineListFile
-from corun.runtime.cluster.agent.engines import EngineFleet
+from corun.runtime.cluster.agent.engines import EngineFleet, EngineListFile
 from corun.runtime.cluster.agent.fetch import Fetcher
 from corun.runtime.cluster.agent.report import Leader
 from corun.runtime.cluster.agent.served import ServedAdapters

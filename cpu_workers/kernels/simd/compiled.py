@@ -17,8 +17,9 @@ from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
+import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -122,3 +123,25 @@ def call_function(typing_context: Any, address: Any, arguments: Any) -> tuple[An
 
 def _kinds(arguments: Any) -> tuple[types.Type, ...]:
     return tuple(types.unliteral(kind) for kind in arguments.types)
+
+
+@intrinsic
+def _own_thread_id(typing_context: Any) -> tuple[Any, Any]:
+    """The kernel's id of the calling thread; by libc, so that it can be cached."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        function = builder.module.globals.get("gettid") or ir.Function(builder.module, kind, "gettid")
+        return builder.call(function, [])
+
+    return types.int32(), codegen
+
+
+@kernel(parallel=True)
+def record_thread_ids(ids: np.ndarray) -> None:
+    """Write the id of the thread that computes each part of a loop.
+
+    ids: int32 [threads], at most as many as numba has started.
+    """
+    for worker in prange(len(ids)):
+        ids[worker] = _own_thread_id()

@@ -103,7 +103,6 @@ class Integers:
         return self.emit.splat(self.emit.load(address, I32), self.lanes)
 
     def multiply_add(self, codes: ir.Value, values: ir.Value, total: ir.Value) -> ir.Value:
-        """Add products to ``total``."""
         emit, builder = self.emit, self.emit.builder
         words = builder.bitcast(total, emit.i32s)
         if self.has_dot:

@@ -137,7 +137,6 @@ class CodedFormat:
 
     @property
     def codes_bytes(self) -> int:
-        """Bytes of the codes of a group of a panel."""
         return quantized_panel_columns() * self.group_size * self.bits // 8
 
     @property

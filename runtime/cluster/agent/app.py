@@ -50,7 +50,6 @@ class AgentState:
     gone: dict[str, int] = field(default_factory=dict)  # unloaded names, and the revisions of their removal
 
     def report(self) -> AgentReport:
-        """Return the report for the controller."""
         return AgentReport(
             agent_id=self.agent_id,
             url=self.url,
@@ -151,7 +150,6 @@ class AgentRoutes:
         return struct_response(asked)
 
     async def end(self, request: web.Request) -> web.Response:
-        """Start to end this agent."""
         asked = await read_struct(request, EndAgent)
         if asked.agent_id != self._state.agent_id:  # the address belongs to another agent now
             text = f"this is agent {self._state.agent_id}"
@@ -160,7 +158,6 @@ class AgentRoutes:
         return struct_response(asked)
 
     async def manifest(self, request: web.Request) -> web.Response:
-        """The manifest of an adapter."""
         digest = check_digest(request.match_info["digest"])
         manifest = self._state.store.manifest(digest)
         if manifest is None:

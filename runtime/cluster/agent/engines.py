@@ -5,17 +5,54 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 
 from ...errors import CorunError
 from ...server.errors import HttpError
 from ...tasks import TaskSet, cancel_all
+from ...whole_file import write_whole
 from ..http.calls import UnreachableError
 from ..launch.launcher import EXITED, READY, STARTING, EngineLauncher
 from ..wire import EngineStatus
-from .engine_list import EngineListFile
 from .served import ServedAdapters
+
+_logger = logging.getLogger(__name__)
+
+
+class _EngineList(msgspec.Struct, frozen=True):
+    run_id: str
+    num_ids: int
+    engine_ids: list[str]
+
+
+class EngineListFile:
+    """The list of a machine's engines in one run of the cluster, ``run_id``, in a file.
+
+    After a crash the agent's next process restores the engines that ran last, not those of the
+    first start. The list of another run is ignored.
+    """
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        self._path = path
+        self._run_id = run_id
+
+    def read(self) -> tuple[int, list[str]] | None:
+        """Return the number of ids used in this run, and the engine ids; None without a list."""
+        try:
+            saved = msgspec.json.decode(self._path.read_bytes(), type=_EngineList)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return (saved.num_ids, saved.engine_ids) if saved.run_id == self._run_id else None
+
+    def write(self, num_ids: int, engine_ids: list[str]) -> None:
+        """Write the list. A failure is logged only: engines go on without it."""
+        try:
+            write_whole(self._path, msgspec.json.encode(_EngineList(self._run_id, num_ids, engine_ids)))
+        except OSError as error:
+            _logger.warning("cannot write engine list to %s: %s", self._path, error)
+
 
 _RESTART_AFTER_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # by restarts in a row
 _ASK_AGAIN_S = 1.0
@@ -23,8 +60,6 @@ _LASTING_S = 60.0  # after so long a run delays start over
 
 # Connects to the engine that is ready at this URL.
 Connect = Callable[[str], Awaitable[ServedAdapters]]
-
-_logger = logging.getLogger(__name__)
 
 
 class EngineFleet:
@@ -72,7 +107,6 @@ class EngineFleet:
         return served
 
     def all_served(self) -> list[ServedAdapters]:
-        """Return the adapters of all engines that are ready."""
         return list(self._served.values())
 
     async def begin(self, number: int) -> None:

@@ -28,7 +28,6 @@ class Leader:
         self._answered_s = clock() - _LED_S
 
     def on_answer(self) -> None:
-        """Record that the controller has answered."""
         self._answered_s = self._clock()
 
     def follow(self, controller_url: str) -> None:

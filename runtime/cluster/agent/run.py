@@ -17,8 +17,7 @@ from ..launch.local import LocalLauncher
 from ..process import exit_words
 from ..settings import AgentSettings
 from .app import AgentRoutes, AgentState
-from .engine_list import EngineListFile
-from .engines import EngineFleet
+from .engines import EngineFleet, EngineListFile
 from .fetch import Fetcher
 from .report import Leader, report_forever
 from .served import ServedAdapters

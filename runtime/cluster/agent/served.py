@@ -65,7 +65,6 @@ class ServedAdapters:
                 await self._engine.unload(name)
 
     async def pin(self, name: str, *, pinned: bool) -> None:
-        """Pin or unpin a name, if the engine serves it."""
         async with self._lock(name):
             if name in self._names:
                 await self._engine.pin(name, pinned=pinned)

@@ -149,7 +149,6 @@ class Commands:
         return {*self._members.reports, *self._members.static}
 
     async def change_engines(self, agent_id: str, change: EngineChange) -> None:
-        """Have an agent start or end engines."""
         await self._ask(self._members.agent(agent_id), AGENT_ENGINES_PATH, change, AgentReport)
 
     async def end_agent(self, agent_id: str) -> None:
@@ -158,7 +157,6 @@ class Commands:
         await self._ask(self._members.agent(agent_id), AGENT_END_PATH, body, EndAgent)
 
     async def state(self, engine_id: str) -> EngineState:
-        """Return an engine's complete state."""
         card = self._card(engine_id)
         sent = SentRecord("controller", lambda: self._table.adapters)
         for engine, name in self._served:

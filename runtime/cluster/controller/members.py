@@ -76,7 +76,6 @@ class Members:
         return {agent_id for agent_id, reported_s in self._reported_s.items() if reported_s < limit_s}
 
     def live_agents(self) -> list[AgentReport]:
-        """Return the reports of agents that are not silent."""
         silent = self.silent()
         return [one for one in self.reports.values() if one.agent_id not in silent]
 
@@ -89,7 +88,6 @@ class Members:
         }
 
     def num_reports(self, agent_id: str) -> int:
-        """Return the number of reports of an agent."""
         return self._num_reports[agent_id]
 
     def agent(self, agent_id: str) -> AgentReport:
@@ -111,7 +109,6 @@ class Members:
     # Updates.
 
     def report(self, report: AgentReport) -> None:
-        """Apply an agent's report of its engines and copies."""
         agent_id = report.agent_id
         self.reports[agent_id] = report
         self._reported_s[agent_id] = self._clock()

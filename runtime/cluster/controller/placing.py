@@ -75,14 +75,12 @@ class Placing:
         self._is_carried_out = False  # the current plan
 
     def record(self, demand: GatewayDemand) -> None:
-        """Record the demand that a gateway has reported."""
         for is_output, tokens in ((False, demand.prompt_tokens), (True, demand.output_tokens)):
             for name, number in tokens.items():
                 self._unsaved[name, is_output] += number
                 self._recorded[name, is_output] += number
 
     def remove(self, name: str) -> None:
-        """Remove an adapter and its demand."""
         if self._steps is not None:
             self._steps.remove(name)
 
@@ -113,7 +111,6 @@ class Placing:
             self.save()
 
     def save(self) -> None:
-        """Save the demand since the last call."""
         unsaved, self._unsaved = self._unsaved, Counter()
         names = {name for name, _ in unsaved}
         if not names:

@@ -38,7 +38,6 @@ class CopyPool:
         return before is None or before.digests != copies
 
     def digests_of(self, agent_id: str) -> frozenset[str]:
-        """Return an agent's copies."""
         known = self._agents.get(agent_id)
         return frozenset() if known is None else known.digests
 
@@ -49,7 +48,6 @@ class CopyPool:
         )
 
     def set_ended(self, agent_ids: Collection[str]) -> None:
-        """Set the agents that do not count."""
         self._ended = set(agent_ids)
 
     def holders(self, digest: str) -> list[str]:

@@ -105,7 +105,6 @@ async def _parts(settings: ControllerSettings, registry: Registry) -> AsyncItera
 
 
 def _work(parts: ControllerParts) -> list[Coroutine[None, None, None]]:
-    """Return the background work of a controller."""
     return [
         parts.changes.retry_unloads(),
         parts.placing.save_forever(),
@@ -115,7 +114,6 @@ def _work(parts: ControllerParts) -> list[Coroutine[None, None, None]]:
 
 
 def _restore(parts: ControllerParts) -> None:
-    """Restore the state of an earlier controller."""
     known: dict[str, list[str]] = {}
     for copy in parts.registry.copies():
         known.setdefault(copy.agent_id, []).append(copy.digest)

@@ -57,15 +57,12 @@ class RoutingTable:
     # Changes. An update that changes nothing has no sequence.
 
     def put_engine(self, card: EngineCard) -> None:
-        """Add or update an engine."""
         self._put(self.engines, _ENGINE, card.engine_id, card)
 
     def put_agent(self, card: AgentCard) -> None:
-        """Add or update an agent."""
         self._put(self.agents, _AGENT, card.agent_id, card)
 
     def put_adapter(self, entry: AdapterEntry) -> None:
-        """Add or update an adapter."""
         self._put(self.adapters, _ADAPTER, entry.name, entry)
 
     def remove_engine(self, engine_id: str) -> None:
@@ -114,7 +111,6 @@ class RoutingTable:
         return None if since == self.sequence else self._since(since)
 
     def acknowledge(self, gateway_id: str, sequence: int) -> None:
-        """A gateway uses the table up to ``sequence``."""
         subscriber = self.subscribers.get(gateway_id)
         if subscriber is not None and sequence <= subscriber.sent:
             subscriber.acknowledged = max(subscriber.acknowledged, sequence)
@@ -141,7 +137,6 @@ class RoutingTable:
                 self.unsubscribe(subscriber)
 
     def snapshot(self) -> TableChange:
-        """Return the whole table."""
         return TableChange(
             sequence=self.sequence,
             is_whole=True,

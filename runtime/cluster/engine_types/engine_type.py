@@ -24,7 +24,6 @@ class SentRecord:
     used: dict[str, None] = field(default_factory=dict)  # adapters, in the order of their last use
 
     def use(self, name: str) -> None:
-        """Record a load of an adapter, or a request for it."""
         self.used.pop(name, None)
         self.used[name] = None
 

@@ -1,8 +1,5 @@
 """A gateway's HTTP application: the routes of ``corun serve`` that a cluster supports."""
 
-from collections.abc import Sequence
-from functools import cache
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -11,10 +8,9 @@ from starlette.types import ASGIApp
 from ...errors import UnknownModelError
 from ...server.answers import Health, ModelCard, ModelList, Readiness, Version
 from ...server.connection import GENERATING_PATHS
-from ...server.cors import with_cors
 from ...server.errors import error_response
 from ...server.metrics import CONTENT_TYPE
-from ...server.middleware import AuthMiddleware, Handler, guarded, plain_app
+from ...server.middleware import AuthMiddleware, guarded, openapi_handler, plain_app, with_cors
 from ...server.responses import json_response
 from .adapters import ClusterAdapterRoutes
 from .forwarding import ForwardingEndpoint
@@ -48,7 +44,7 @@ def build_gateway_app(
         for verb, handler in (("load", adapters.load), ("unload", adapters.unload)):
             path = f"{prefix}/{verb}_lora_adapter"
             routes.append(Route(path, guarded(handler), methods=["POST"]))
-    routes.append(Route("/openapi.json", guarded(basic.openapi(routes))))
+    routes.append(Route("/openapi.json", guarded(openapi_handler(routes, state.settings))))
     app = AuthMiddleware(
         plain_app(routes),
         forwarding,
@@ -77,22 +73,7 @@ class _BasicGatewayRoutes:
         return json_response(Readiness())
 
     async def version(self, request: Request) -> Response:
-        """The version of corun."""
         return json_response(Version(self._state.settings.version))
-
-    def openapi(self, routes: Sequence[Route]) -> Handler:
-        """Return the handler of the document of ``routes``."""
-
-        @cache
-        def document() -> bytes:
-            from ...server.openapi import openapi_json  # with all models of bodies
-
-            return openapi_json(routes, self._state.settings)
-
-        async def handler(request: Request) -> Response:
-            return Response(document(), media_type="application/json")
-
-        return handler
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus exposition."""

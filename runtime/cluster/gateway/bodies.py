@@ -185,7 +185,6 @@ class TokenRatio:
         self._bytes_per_token: dict[tuple[str | None, bool], float] = {}
 
     def num_tokens(self, text: bytes, name: str | None, *, is_chat: bool) -> int:
-        """Estimate the number of tokens of ``text``."""
         known = self._bytes_per_token
         ratio = known.get((name, is_chat)) or known.get((None, is_chat)) or _BYTES_PER_TOKEN
         return max(1, round((len(text) - _QUOTES) / ratio))

@@ -202,7 +202,6 @@ class EngineLink:
         self.pool.close()
 
     def record_sent(self, number: int, entries: Sequence[AdapterEntry]) -> None:
-        """Record a request that is sent there."""
         self._sent.last_number = number
         for entry in entries:
             self._sent.use(entry.name)

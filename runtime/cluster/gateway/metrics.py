@@ -27,7 +27,6 @@ class GatewayMetrics:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families."""
         cards = self._state.base_cards()
         families = Families(self._state.settings.metrics_prefix, cards[0].id if cards else "unknown")
         yield from self._engines(families)

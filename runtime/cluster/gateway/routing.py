@@ -47,17 +47,14 @@ class Routing:
             self._state.set_costs(server_id, self._costs_of(profile))
 
     def apply_report(self, server_id: ServerId, report: ServerReport, lacks: Callable[[int], bool]) -> None:
-        """See ``RouterState.apply_report``."""
         if self._state is not None:
             self._state.apply_report(server_id, report, lacks)
 
     def remove_server(self, server_id: ServerId) -> None:
-        """Remove an engine."""
         if self._state is not None:
             self._state.remove_server(server_id)
 
     def set_shares(self, shares: Shares) -> None:
-        """Set the shares of a placement."""
         self._shares = shares
         if self._state is not None:
             self._state.set_shares(shares)
@@ -102,7 +99,6 @@ class Routing:
             self._state.withdraw(server_id, number)
 
     def record_output(self, name: str | None, num_tokens: int) -> None:
-        """Record the length of an output."""
         if self._state is not None:
             self._state.record_output(name, num_tokens)
 

@@ -115,7 +115,6 @@ class GatewayState:
         return "; ".join(f"{engine_id} {_why(link)}" for engine_id, link in self.links.items())
 
     def ejected(self) -> dict[str, str]:
-        """Return ejected engines and the causes."""
         causes = {one: link.health.ejected_for for one, link in self.links.items()}
         return {engine_id: cause for engine_id, cause in causes.items() if cause is not None}
 

@@ -93,7 +93,6 @@ class EngineExchange(asyncio.Protocol):
             self._transport.abort()
 
     def fail(self, reason: str) -> None:
-        """Fail the exchange with ``reason``, and close the connection."""
         self._lose(UpstreamLostError(reason))
         if self._transport is not None:
             self._transport.abort()
@@ -200,11 +199,9 @@ class UpstreamPool:
             self._idle.pop(0).fail("too many are idle")
 
     def remove(self, exchange: EngineExchange) -> None:
-        """Remove a closed connection."""
         if exchange in self._idle:
             self._idle.remove(exchange)
 
     def close(self) -> None:
-        """Close all idle connections."""
         for exchange in self._idle[:]:
             exchange.fail("the gateway closes its connections to the engine")

@@ -62,7 +62,6 @@ class StatusBoard:
             self._publish(status)
 
     def change(self, engine_id: str, **fields: object) -> None:
-        """Change fields of a listed engine's status."""
         status = self._statuses.get(engine_id)
         if status is not None:
             self.set(msgspec.structs.replace(status, **fields))
@@ -79,7 +78,6 @@ class StatusBoard:
             watcher.put_nowait(None)
 
     async def watch(self) -> AsyncGenerator[EngineStatus, None]:
-        """See ``EngineLauncher.watch``."""
         watcher: asyncio.Queue[EngineStatus | None] = asyncio.Queue()
         for status in self._statuses.values():
             watcher.put_nowait(status)

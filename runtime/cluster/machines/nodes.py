@@ -71,9 +71,7 @@ class ActorMachines(Protocol):
         """Return the agents of the actors that answer in time."""
         ...
 
-    def end(self, name: str) -> None:
-        """End an actor, and release its machine."""
-        ...
+    def end(self, name: str) -> None: ...
 
 
 class _Wanted(msgspec.Struct):

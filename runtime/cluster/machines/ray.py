@@ -43,7 +43,6 @@ class RayMachines:
             raise CorunError(f"cannot connect to Ray at {address}: {_line(error)}") from None
 
     def nodes(self) -> list[Node]:
-        """Return all machines that are alive."""
         found = []
         for node in _answer(ray.nodes):
             if node["Alive"]:
@@ -100,7 +99,6 @@ class RayMachines:
         return found
 
     def end(self, name: str) -> None:
-        """End an actor, and release its machine."""
         full = f"{self._name}/{name}"
         with contextlib.suppress(ValueError):
             _answer(ray.kill, _answer(ray.get_actor, full))

@@ -36,7 +36,7 @@ from ..division import MachineDivision
 from ..launch.local import divide_this_machine
 from ..process import run_process
 from ..resources import AgentResources
-from ..settings import AgentSettings, NodeSettings
+from ..settings import AgentSettings, MachineSettings, NodeSettings
 
 STARTING, RUNNING, FAILED, ENDED = "starting", "running", "failed", "ended"
 _POLL_EVERY_S = 0.5
@@ -235,21 +235,13 @@ def _agent_settings(settings: NodeSettings, division: MachineDivision, port: int
     if cache_bytes is None:
         cache_bytes = shutil.disk_usage(settings.state_dir).free // 2
     given = {} if settings.engine_command is None else {"engine_command": settings.engine_command}
+    common = {name: getattr(settings, name) for name in MachineSettings.__struct_fields__}
     return AgentSettings(
-        cluster_key=settings.cluster_key,
-        log_level=settings.log_level,
-        run_id=settings.run_id,
-        agent_id=settings.agent_id,
-        controller_url=settings.controller_url,
-        host=settings.host,
+        **common,
         port=port,
-        state_dir=settings.state_dir,
         division=division,
         adapter_cache_bytes=cache_bytes,
-        engine=settings.engine,
-        serve=settings.serve,
         num_places=settings.resources.num_engines,
-        roots=settings.roots,
         **given,
     )
 

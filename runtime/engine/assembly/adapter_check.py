@@ -112,7 +112,6 @@ class CheckReport:
         return not self.problems
 
     def lines(self) -> tuple[str, ...]:
-        """The report for a terminal."""
         if not self.ok:
             count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
             head = f"{self.directory} cannot be served over {self.model}: {count}"
@@ -138,7 +137,6 @@ class _BaseWeights:
         self._dtype = dtype
 
     def differing_rows(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> NDArray[np.bool_]:
-        """See ``resolved.BaseWeights``."""
         return self._stored.differing_rows(name, tensor, parts)
 
     @cached_property

@@ -116,11 +116,9 @@ class HostFiles:
         self._conventions = conventions
 
     def outline(self, path: AdapterPath) -> AdapterOutline:
-        """See ``AdapterFiles``."""
         return AdapterOutline(*self._host.outline(path))
 
     def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
-        """See ``AdapterFiles``."""
         try:
             if isinstance(path, MixSource):
                 facts, is_kept = self._register(path, make_room)

@@ -496,7 +496,6 @@ def _host_kv(
 
 
 def _host_cache(plan: ArenaPlan, host: "HostAdapters") -> HostCache:
-    """Make the account of the arena."""
     return HostCache(
         host.arena.capacity_bytes, is_device_memory=plan.idle_bytes is not None, idle_bytes=plan.idle_bytes
     )

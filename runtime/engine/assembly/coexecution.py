@@ -75,7 +75,7 @@ def start_coexecution(
     """
     from ....gpu.coexec.assistant import Assistant
     from ....gpu.coexec.handover import Exchange
-    from ....gpu.coexec.select import make_handover
+    from ....gpu.coexec.host_handover import make_handover
 
     device = loaded.device
     is_cuda = loaded.model.device.type == "cuda"

@@ -11,7 +11,8 @@ from ....shm.kept_code import shared_with, why_code_is_not_kept
 from ...config.engine import EngineConfig
 from ...config.notations import format_cpus, parse_cpu_cores
 from ...machine.cores import CorePlan, CoreRequest, background_cpus, plan_cores
-from ...machine.facts import MachineFacts, pci_numa_node
+from ...machine.devices import read_cuda_devices
+from ...machine.facts import MachineFacts
 
 STATE_VARIABLE = "XDG_STATE_HOME"
 
@@ -84,14 +85,13 @@ def place_engine(config: EngineConfig, machine: MachineFacts) -> Placement:
     Raises ``ConfigError`` for cores that do not exist or are not allowed.
     """
     from ....cpu_workers.affinity import pin_thread
-    from ....gpu.device.pci import pci_address
     from ....gpu.model.load import resolve_device
 
     device = resolve_device(config.device)
     node = None
     if device.type == "cuda":
-        address = pci_address(device)
-        node = None if address is None else pci_numa_node(address)
+        # PyTorch numbers devices as the driver does, with CUDA_VISIBLE_DEVICES applied.
+        node = next((one.numa_node for one in read_cuda_devices()[device.index or 0 :]), None)
     off_reason = None
     if device.type == "cpu" and config.link_gib_per_s is None:
         off_reason = "the model runs on the CPU itself"

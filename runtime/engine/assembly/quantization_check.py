@@ -29,8 +29,6 @@ _MAX_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """The figures of one form of the weights."""
-
     kind: str
     num_bytes: int
     num_in_full: int  # see ``Weights``
@@ -53,7 +51,6 @@ class QuantizationReport:
         return sum(a == b for a, b in pairs) / len(pairs)
 
     def lines(self) -> tuple[str, ...]:
-        """The report for a terminal."""
         full, quantized = self.full, self.quantized
         share = quantized.num_bytes / full.num_bytes
         change = quantized.perplexity / full.perplexity - 1

@@ -69,11 +69,9 @@ class MadeUpAdapter:
         self.digest = ContentDigest(b"made up", ())
 
     def expect(self, digest: ContentDigest) -> None:
-        """See ``AdapterReader``."""
         assert digest == self.digest, "there is only one content"
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
-        """See ``AdapterReader``."""
         by_layer = sorted(self.adapter.targets, key=lambda lora: lora.target.layer)
         for layer, loras in groupby(by_layer, key=lambda lora: lora.target.layer):
             for lora in loras:
@@ -293,7 +291,6 @@ def _make_host(
     arena_bytes: int,
     pages: "DevicePages | None",
 ) -> "HostAdapters":
-    """Make room for the adapter on the host."""
     from ....gpu.adapters.host import ArenaSize, HostAdapters
 
     return HostAdapters(

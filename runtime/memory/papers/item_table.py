@@ -28,7 +28,6 @@ class ItemTable:
         return self._rows.get(item)
 
     def add(self, item: MemoryItem) -> int:
-        """Add a row of zeros for an item."""
         assert item not in self._rows, item
         if not self._free:
             self._grow()
@@ -40,7 +39,6 @@ class ItemTable:
         return row
 
     def drop(self, item: MemoryItem) -> None:
-        """Remove the row of an item."""
         row = self._rows.pop(item)
         self._items[row] = None
         self._offers[row] = 0
@@ -60,7 +58,6 @@ class ItemTable:
         self._offers[row] = 0
 
     def offered_rows(self) -> NDArray[np.intp]:
-        """Return the rows of offered items, in no order."""
         return np.flatnonzero(self._offers)
 
     def lowest_first(self, rows: NDArray[np.intp], scores: NDArray[np.float64]) -> Iterator[MemoryItem]:

@@ -165,7 +165,6 @@ def _clients(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
 def _client_arrivals(
     client: Client, start_s: float, slower: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Arrivals of one window, from its start."""
     found = np.flatnonzero(client.window_s == start_s)
     if not len(found) or client.rate_rps[found[0]] * client.shape[found[0]] <= 0.0:
         return np.empty(0)

@@ -4,7 +4,7 @@ import threading
 import time
 
 from corun.gpu.device.base import Event
-from corun.gpu.device.cpu_events import EventTable
+from corun.gpu.device.cpu_stream import EventTable
 
 LONG_S = 30.0
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from corun.gpu.forward.batch import StepContext
 from corun.gpu.linear.base import LinearBackend, MakeLinear
-from corun.gpu.linear.group import InputGroup
 from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.onednn import OnednnLinear
 from corun.gpu.linear.plain import FusedPlain, PlainLinear
-from corun.gpu.linear.wrapper import wrap_linears
+from corun.gpu.linear.wrapper import InputGroup, wrap_linears
 from corun.gpu.lora.deltas import ResidentDeltas
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from corun.gpu.lora.torch_backend import TorchLora

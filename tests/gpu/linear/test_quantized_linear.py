@@ -12,10 +12,10 @@ from corun.gpu.forward.batch import StepContext
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
 from corun.gpu.forward.launcher import launching
 from corun.gpu.linear.base import LinearBackend
-from corun.gpu.linear.group import InputGroup
 from corun.gpu.linear.numba_backend import NumbaLinear
 from corun.gpu.linear.quantized import QuantizedWeight, quantize
 from corun.gpu.linear.quantized_linear import PackedWeight, QuantizedLinear
+from corun.gpu.linear.wrapper import InputGroup
 from corun.gpu.replay.capture import Capture
 from corun.gpu.replay.captured_pass import CapturedPass
 

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from corun.gpu.model.conv1d import linears_for_conv1d
+from corun.gpu.model.skeleton import linears_for_conv1d
 from support.architectures import make_model
 from torch import nn
 

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from corun.gpu.replay.select import OFF, ONCE_VERIFIED, select_decode_graphs
+from corun.gpu.replay.decode_graphs import OFF, ONCE_VERIFIED, select_decode_graphs
 
 
 def test_graphs_are_off_for_backends_that_do_not_launch(caplog: pytest.LogCaptureFixture) -> None:

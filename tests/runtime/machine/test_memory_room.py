@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from corun.runtime.machine.memory_room import read_memory_room
+from corun.runtime.machine.facts import read_memory_room
 
 _KIB = 1024
 

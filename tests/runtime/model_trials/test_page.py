@@ -4,8 +4,7 @@ import importlib.metadata
 
 import pytest
 from corun.runtime.errors import ConfigError
-from corun.runtime.model_trials.outcome import Parity, Trial
-from corun.runtime.model_trials.page import page_with, row_of, trials_of, versions_of
+from corun.runtime.model_trials.outcome import Parity, Trial, page_with, row_of, trials_of, versions_of
 from corun.runtime.model_trials.processes import try_in_processes
 from support.product import ROOT
 
@@ -69,7 +68,7 @@ def test_some_classes_are_as_the_page_says() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("versions")
 def test_all_classes_are_as_the_page_says() -> None:
-    from corun.runtime.model_trials.classes import model_classes
+    from corun.runtime.model_trials.tiny_config import model_classes
 
     assert trials_of(PAGE).keys() == model_classes().keys()
     check(sorted(model_classes().keys() - set(OFTEN)))

@@ -1,7 +1,7 @@
 """From any start, the search ends at a load that is sustained, near one that is not."""
 
 import pytest
-from corun.runtime.sim.capacity import NoLimitError, largest_rate
+from corun.runtime.sim.planning import NoLimitError, largest_rate
 from corun.runtime.sim.workload_spec import MAX_RPS
 from hypothesis import given
 from hypothesis import strategies as st

@@ -12,7 +12,7 @@ from corun.runtime.cluster.policy.router import Router
 from corun.runtime.cluster.policy.views import ServerView
 from corun.runtime.errors import ConfigError
 from corun.runtime.sim.cluster import replay_cluster
-from corun.runtime.sim.cluster_replayed import ClusterReplayed
+from corun.runtime.sim.cluster_log import ClusterReplayed
 from corun.runtime.sim.cluster_server import ClusterServer
 from corun.runtime.sim.cluster_spec import ClusterSpec, ServerLife
 from corun.runtime.sim.engine import SimulationOptions, simulate

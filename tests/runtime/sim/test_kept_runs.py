@@ -19,7 +19,7 @@ from corun.runtime.cluster.policy.registry import ROUTERS
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
 from corun.runtime.sim.cluster import replay_cluster
-from corun.runtime.sim.cluster_replayed import ClusterReplayed
+from corun.runtime.sim.cluster_log import ClusterReplayed
 from corun.runtime.sim.cluster_spec import ClusterSpec, ServerLife
 from corun.runtime.sim.engine import SimulationOptions, simulate
 from corun.runtime.sim.figures import figures_of

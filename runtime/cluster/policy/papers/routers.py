@@ -32,7 +32,6 @@ class LoraServeRouter(Router):
     def rank(
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
     ) -> Sequence[ServerId]:
-        """Rank servers with a share first."""
         views = [view for view in servers if view.report.is_ready]
         name = request.adapter_name
         if name is None:
@@ -107,7 +106,6 @@ class DloraRouter(Router):
     def rank(
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
     ) -> Sequence[ServerId]:
-        """See ``Router``."""
         keys = {
             view.server_id: (view.load.num_requests, rng.random()) for view in servers if view.report.is_ready
         }

@@ -26,7 +26,6 @@ class CapacityTable:
         self._tokens_per_s = [tokens_per_s[rank] for rank in self._ranks]
 
     def load_of(self, adapter: AdapterDemand) -> float:
-        """Return an adapter's load in servers."""
         index = min(bisect_left(self._ranks, adapter.rank), len(self._ranks) - 1)
         return adapter.tokens_per_s / self._tokens_per_s[index]
 

@@ -26,7 +26,6 @@ class StickyPlacement(PlacementPolicy):
     def plan(
         self, demand: Sequence[AdapterDemand], servers: Sequence[StoreServer], previous: Shares
     ) -> PlacementPlan:
-        """See ``PlacementPolicy``."""
         room = Room(servers)
         loads = {one.name: self._capacity.load_of(one) for one in demand}
         ordered = sorted(demand, key=lambda one: (-loads[one.name], -one.num_bytes, one.name))

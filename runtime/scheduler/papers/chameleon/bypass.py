@@ -40,7 +40,6 @@ class Bypass:
         self.num_squashed = 0
 
     def may_pass(self, request: Request, start_s: float, holdings: Holdings, now_s: float) -> bool:
-        """Whether ``request`` is predicted to end by ``start_s``."""
         if request.request_id in self._squashed:
             return False
         return self.end_s(request, len(holdings) + 1, now_s) <= start_s
@@ -103,11 +102,9 @@ class Bypass:
         return min(ends_s, default=None)
 
     def stopped(self, request_id: RequestId) -> None:
-        """Remove a request that no longer runs."""
         self._passings.pop(request_id, None)
 
     def discard(self, request_id: RequestId) -> None:
-        """Drop the record of a request that has ended."""
         self._squashed.discard(request_id)
 
     def _choose(self, passings: list[_Passing], holdings: Holdings) -> list[Request]:

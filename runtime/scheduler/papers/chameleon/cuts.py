@@ -213,7 +213,6 @@ class QueueCutter:
 
 
 def _loads(everything: Floats, members: Sequence[Floats]) -> list[QueueLoad]:
-    """Return the load of each queue."""
     arrivals_s = everything[Column.ARRIVAL_S]
     span_s = float(arrivals_s.max() - arrivals_s.min())
     pooled = _slowdown(everything, 1.0, min_ends=1)
@@ -221,7 +220,6 @@ def _loads(everything: Floats, members: Sequence[Floats]) -> list[QueueLoad]:
 
 
 def _load(columns: Floats, pooled: float, span_s: float) -> QueueLoad:
-    """Return the load of one queue."""
     sizes = columns[Column.SIZE_TOKENS]
     unloaded_s = float(columns[Column.UNLOADED_S].mean())
     return QueueLoad(

@@ -122,7 +122,6 @@ class Holdings:
         assert held + self.ledger.free_tokens == sum(self.ledger.quotas)
 
     def _charge(self, holding: Holding, num_tokens: int) -> None:
-        """Charge tokens to the queue of a request."""
         self.ledger.charge(holding.request.request_id, holding.queue, num_tokens)
 
     def _kv_tokens(self, request: Request) -> int:

@@ -77,7 +77,6 @@ class SizeQueues:
         return iter(self._queues[number])
 
     def first(self, number: int) -> Request | None:
-        """Return the head of a queue."""
         return self._queues[number].first()
 
     def upcoming(self, max_requests: int) -> list[Request]:
@@ -86,16 +85,13 @@ class SizeQueues:
         return list(islice((request for request in turns if request is not None), max_requests))
 
     def add(self, request: Request, number: int) -> None:
-        """Add ``request`` to a queue."""
         self._queues[number].add(request, request.arrival_s)
 
     def add_last(self, request: Request, number: int) -> None:
-        """Add ``request``, which has arrived after all waiting ones."""
         queue = self._old[-1] if self._old else self._queues[number]
         queue.add(request, request.arrival_s)
 
     def remove(self, request: Request) -> None:
-        """Remove ``request``, which no longer waits."""
         next(queue for queue in self._all() if request in queue).remove(request)
 
     def recut(self, num_queues: int) -> None:
@@ -265,7 +261,6 @@ class ChameleonPolicy:
         return self._bypass.wake_at_s()
 
     def victim(self, running: Collection[Request]) -> Request:
-        """Choose the latest admitted request."""
         return deque(running, maxlen=1).pop()
 
     def counts(self) -> Mapping[str, float]:
@@ -302,7 +297,6 @@ class ChameleonPolicy:
         self._holdings.recut(self._layout.quotas.tokens, self._layout.queue_of)
 
     def _offer(self, queue: int, step: _Step) -> Generator[Request, Verdict, _End]:
-        """Offer the requests of a queue by arrival."""
         walk = self._queues.walk(queue)
         for request in walk:
             if request.request_id in step.loading:
@@ -352,7 +346,6 @@ class ChameleonPolicy:
         return _End.DONE
 
     def _has_quota(self, request: Request, queue: int, lenders: Sequence[int] | None) -> bool:
-        """Whether quotas allow the admission of a request."""
         ledger = self._holdings.ledger
         num_tokens = self._holdings.need_tokens(request)
         if lenders is None:

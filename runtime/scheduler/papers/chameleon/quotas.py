@@ -132,6 +132,5 @@ class QuotaLedger:
             assert self.available[queue] + charged[queue] == quota, (queue, quota, charged)
 
     def _debit(self, request_id: RequestId, queue: int, num_tokens: int) -> None:
-        """Move tokens from a queue to a request."""
         self._charged.setdefault(request_id, Counter())[queue] += num_tokens
         self.available[queue] -= num_tokens

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession, web
-from corun.runtime.cluster.agent import transfer
+from corun.runtime.cluster.agent import fetch
 from corun.runtime.cluster.agent.fetch import SOURCE, Fetcher
 from corun.runtime.cluster.agent.files import StoreFullError, holds
 from corun.runtime.cluster.agent.store import AdapterFileStore
@@ -115,7 +115,7 @@ def test_a_peer_that_fails_gives_way_to_the_next(
     break_it: Callable[[web.Request, bytes], Awaitable[web.StreamResponse]],
     kind: str,
 ) -> None:
-    monkeypatch.setattr(transfer, "SILENT_S", 1.0)
+    monkeypatch.setattr(fetch, "SILENT_S", 1.0)
 
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
         async with bad_peer(good, break_it) as bad:
@@ -208,7 +208,7 @@ def test_a_new_template_brings_no_weights_again(tmp_path: Path) -> None:
 
 def test_a_file_that_has_gone_meanwhile_is_fetched(tmp_path: Path) -> None:
     async def work(store: AdapterFileStore, fetcher: Fetcher, digest: str, good: str) -> None:
-        with transfer.PeerFiles(good, KEY, digest) as files:
+        with fetch.PeerFiles(good, KEY, digest) as files:
             manifest = await asyncio.to_thread(files.manifest)
             (tmp_path / "here").mkdir()
             gone = {file.name: tmp_path / "gone" for file in manifest.files}

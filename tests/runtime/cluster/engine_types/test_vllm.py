@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from corun.runtime.cluster.engine_types.engine_type import SentRecord
-from corun.runtime.cluster.engine_types.vllm import VllmEngineType
-from corun.runtime.cluster.engine_types.vllm_api import VllmApi
+from corun.runtime.cluster.engine_types.vllm import VllmApi, VllmEngineType
 from corun.runtime.cluster.http.calls import make_session
 from corun.runtime.cluster.wire import AdapterEntry, EngineState
 from corun.runtime.server.errors import HttpError

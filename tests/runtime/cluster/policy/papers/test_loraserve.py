@@ -3,8 +3,11 @@
 import math
 
 import pytest
-from corun.runtime.cluster.policy.papers.loraserve import LoraServePlacement, server_budgets
-from corun.runtime.cluster.policy.papers.loraserve_as_printed import LoraServePaperPlacement
+from corun.runtime.cluster.policy.papers.loraserve import (
+    LoraServePaperPlacement,
+    LoraServePlacement,
+    server_budgets,
+)
 from corun.runtime.cluster.policy.placement.capacity_table import CapacityTable
 from corun.runtime.cluster.policy.placement.plan import AdapterDemand, PlacementPlan, StoreServer
 from corun.runtime.cluster.policy.reports import ServerId

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from corun.runtime.cluster.policy.placement.forecast import DemandForecast
+from corun.runtime.cluster.demand import DemandForecast
 from hypothesis import given
 from hypothesis import strategies as st
 
