@@ -233,16 +233,12 @@ class Executor(Protocol):
         - ``ended_requests`` may be unknown.
         - Failures inside the step are results; ``submit`` does not raise for them.
         """
-        ...
 
     def poll(self, timeout_s: float = 0.0) -> list[Result]:
         """Return new results in order. Wait up to ``timeout_s`` for the first."""
-        ...
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while ``poll`` has results."""
-        ...
 
     def close(self) -> None:
         """Stop, wait for open transfers, and free everything. Idempotent."""
-        ...

@@ -56,46 +56,36 @@ class AdapterLoad(Protocol):
         ``runs``: the adapter's pages, if the device has pages.
         Called by the engine's thread, like all but ``read``, ``is_done`` and ``num_arrived``.
         """
-        ...
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         """Read the files, if necessary; calls ``on_progress`` when there is more to enqueue.
 
         Called once, by the fetching thread. Errors are raised by ``finish`` instead.
         """
-        ...
 
     def is_read(self) -> bool:
         """Whether reading has ended, successfully or not; also after ``cancel``."""
-        ...
 
     def reading(self) -> Reading | None:
         """How far its files have been read; None if the planner does not use this."""
-        ...
 
     def advance(self) -> None:
         """Enqueue the next layers if they are on the host and those before have arrived."""
-        ...
 
     def enqueue_all(self) -> None:
         """Enqueue all layers that are on the host and not enqueued yet."""
-        ...
 
     def num_arrived(self) -> int:
         """Layer groups, from the first on, that are on the device. Any thread, as ``is_done``."""
-        ...
 
     def is_done(self) -> bool:
         """Whether it has arrived, or failed to. Called between ``start`` and ``finish``."""
-        ...
 
     def finish(self) -> DeviceAdapter:
         """Return the adapter. Called once, when done; raises ``CorunError`` if the load failed."""
-        ...
 
     def cancel(self) -> None:
         """Release the host's copy and stop reading; instead of ``finish``."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

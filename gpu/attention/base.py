@@ -46,4 +46,3 @@ class AttentionBackend(Protocol):
         ``heads`` is a multiple of ``kv_heads``; head h reads KV head h * kv_heads // heads. The
         blocks are strided views into one pool: only the last two dimensions are contiguous.
         """
-        ...

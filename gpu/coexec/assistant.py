@@ -27,15 +27,12 @@ class ArrivingAdapter(ColdAdapter, Protocol):
 
     def begin_pass(self) -> int:
         """Called when a pass is about to use it; returns how many first layers workers may read."""
-        ...
 
     def arrival(self, layer: int) -> Arrival | None:
         """What the layer's deltas on the device wait for; None if the layer has arrived."""
-        ...
 
     def has_failed(self) -> bool:
         """Whether a layer group failed or was late; results computed with it are void."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

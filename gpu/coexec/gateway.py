@@ -39,7 +39,6 @@ class ColdAdapter(Protocol):
     @property
     def groups(self) -> Sequence[PlacedGroup]:
         """The input groups that it changes, layers ascending."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

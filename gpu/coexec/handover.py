@@ -51,30 +51,24 @@ class Handover(Protocol):
     @property
     def exchange(self) -> Exchange:
         """The exchange; its ``compute`` is the stream of the pass."""
-        ...
 
     def begin(self) -> None:
         """Called when x is computed and earlier ys have been read."""
-        ...
 
     def send(self, invocation: Invocation, x: torch.Tensor) -> None:
         """Copy the invocation's rows of x out, and signal its team.
 
         x: [tokens, in_features], contiguous.
         """
-        ...
 
     def wait(self, invocation: Invocation) -> None:
         """Hold later operations until the invocation's y is available."""
-        ...
 
     def end(self) -> None:
         """Make the awaited ys visible to ``add``."""
-        ...
 
     def add(self, invocation: Invocation, ys: Sequence[torch.Tensor]) -> None:
         """Add the invocation's y to its rows of ys, one [tokens, out_features] per target."""
-        ...
 
 
 class AddDeltas(Protocol):
@@ -85,7 +79,6 @@ class AddDeltas(Protocol):
 
         Enqueued on ``exchange.compute``, to which y is visible.
         """
-        ...
 
 
 class StreamHandover:

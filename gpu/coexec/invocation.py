@@ -42,11 +42,9 @@ class RowViews(Protocol):
     @property
     def address(self) -> int:
         """The host address that offsets are relative to."""
-        ...
 
     def rows(self, offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
         """Contiguous bf16 rows."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -86,18 +86,15 @@ class Device(Protocol[BufferT_contra]):
         Only before the first operation: on CUDA making one may wait for the whole device, and
         forever if a wait is outstanding.
         """
-        ...
 
     def event(self) -> Event:
         """Return an event in a new generation, not recorded."""
-        ...
 
     def release_event(self, event: Event) -> None:
         """Release an event; its handle is refused from now on.
 
         Waits that were enqueued on it remain valid.
         """
-        ...
 
     def copy(self, stream: Stream, destination: BufferT_contra, source: BufferT_contra) -> None:
         """Copy the bytes of ``source``, between the device and registered host memory or within.
@@ -106,7 +103,6 @@ class Device(Protocol[BufferT_contra]):
         used otherwise until the copy is done; the device holds no reference. They have the same
         size and dtype, and both are contiguous.
         """
-        ...
 
     def signal(self, stream: Stream, word: Word, value: int) -> None:
         """Store ``value`` to ``word`` after all earlier operations of ``stream`` are done.
@@ -114,7 +110,6 @@ class Device(Protocol[BufferT_contra]):
         Their effects are visible, also in other processes, to a reader that loads the value with
         acquire order.
         """
-        ...
 
     def wait(self, stream: Stream, word: Word, value: int) -> None:
         """Hold ``stream`` until ``word`` has reached ``value`` (cyclically).
@@ -124,25 +119,21 @@ class Device(Protocol[BufferT_contra]):
         other streams, as the device does not know the order that words imply. The wait has no
         deadline: see ``release_waits``.
         """
-        ...
 
     def record(self, stream: Stream, event: Event) -> None:
         """Record ``event`` behind all operations enqueued on ``stream`` so far.
 
         Once per generation. Raises ``DeviceError`` for a second record or a released event.
         """
-        ...
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         """Hold ``stream`` until everything before the record of ``event`` is done.
 
         Raises ``UnrecordedEventError`` if it is not recorded in this generation yet.
         """
-        ...
 
     def is_done(self, event: Event) -> bool:
         """Whether everything before the record of ``event`` is done; False if not recorded."""
-        ...
 
     def launch(
         self,
@@ -159,7 +150,6 @@ class Device(Protocol[BufferT_contra]):
         not wait for another stream. On the CPU it may enqueue operations on its own stream, which
         then run at once, in place.
         """
-        ...
 
     def synchronize(self, stream: Stream | None = None, *, timeout_s: float) -> None:
         """Wait until ``stream``, or every stream, has completed its operations.
@@ -167,14 +157,12 @@ class Device(Protocol[BufferT_contra]):
         Raises ``DeviceTimeoutError`` after ``timeout_s``, and ``DeviceError`` with the first
         failure since the last call, which clears the failure.
         """
-        ...
 
     def release_waits(self) -> int:
         """Store the awaited values of outstanding waits; returns the number of words.
 
         For use when the signalling process is dead: results computed behind those waits are void.
         """
-        ...
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Complete all streams, releasing waits if necessary, and free everything.
@@ -182,4 +170,3 @@ class Device(Protocol[BufferT_contra]):
         After ``timeout_s`` waits are released; a device that still does not end is abandoned, which
         is logged. Idempotent; every other call raises ``DeviceError`` afterwards.
         """
-        ...

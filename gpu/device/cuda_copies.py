@@ -17,7 +17,6 @@ class Copies(Protocol):
 
     def copy(self, state: StreamState, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy of one type and size, which the caller has checked."""
-        ...
 
 
 class DirectCopies:

@@ -34,23 +34,18 @@ class Driver(Protocol):
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin pages for all contexts and map them into the device's address space."""
-        ...
 
     def unregister(self, address: int) -> None:
         """Undo ``register`` of the same ``address``."""
-        ...
 
     def device_address(self, address: int) -> int:
         """The device's address of the registered host ``address``."""
-        ...
 
     def write_value(self, stream: int, device_address: int, value: int) -> None:
         """Store the low 32 bits of ``value`` when the stream reaches this point, fenced."""
-        ...
 
     def wait_value(self, stream: int, device_address: int, value: int) -> None:
         """Hold the stream until the word has cyclically reached ``value``."""
-        ...
 
 
 class BindingsDriver:

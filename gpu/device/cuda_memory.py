@@ -39,11 +39,9 @@ class Registrar(Protocol):
 
     def register(self, address: int, num_bytes: int) -> Piece:
         """Raises ``DeviceError`` on refusal."""
-        ...
 
     def unregister(self, piece: Piece) -> None:
         """Raises ``DeviceError`` on refusal."""
-        ...
 
 
 class DriverRegistrar:

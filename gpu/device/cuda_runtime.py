@@ -18,58 +18,46 @@ class Runtime(Protocol):
 
     def make_stream(self, *, is_urgent: bool) -> Any:
         """A stream that is not ordered with other streams, for the first 32 of a kind."""
-        ...
 
     def handle(self, stream: Any) -> int: ...
 
     def make_event(self) -> Any:
         """An event without timing; the driver makes it now, not at its first record."""
-        ...
 
     def record(self, stream: Any, event: Any) -> None:
         """Record, possibly again: earlier waits refer to the record at the time of the wait."""
-        ...
 
     def hold(self, stream: Any, event: Any) -> None:
         """Make the stream wait for the event's latest record; passes at once if there is none."""
-        ...
 
     def is_done(self, event: Any) -> bool:
         """Whether the device has completed the event's latest record. Callable by any thread."""
-        ...
 
     def adopt(self, stream: Any) -> None:
         """Make ``stream`` the calling thread's current one."""
-        ...
 
     def call(self, stream: Any, compute: Callable[[], None]) -> None:
         """Call ``compute`` now, with ``stream`` as the current stream."""
-        ...
 
     def copy(self, stream: Any, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy without waiting; one side on the device, the other there or pinned; contiguous."""
-        ...
 
     def is_on_device(self, tensor: torch.Tensor) -> bool: ...
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether the driver reports the tensor's host memory as pinned, however registered."""
-        ...
 
     def make_pinned(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes], zero, in host memory; pinned if the machine supports it."""
-        ...
 
     def make_on_device(self, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes], zero, in the device's memory; written before this returns."""
-        ...
 
     def enter_thread(self) -> None:
         """Make the device and its context current on the calling thread, also for driver calls.
 
         Not while a wait is outstanding.
         """
-        ...
 
 
 @contextmanager

@@ -16,7 +16,6 @@ class Signaller(Protocol):
 
     def signal(self, state: StreamState, word: Word, value: int) -> None:
         """Store ``value`` to the word when everything enqueued on the stream is done."""
-        ...
 
 
 class Waiter(Protocol):
@@ -26,7 +25,6 @@ class Waiter(Protocol):
 
     def wait(self, state: StreamState, word: Word, value: int) -> None:
         """Hold the stream, or the caller, until the word has reached ``value``."""
-        ...
 
 
 class StreamOpSignaller:

@@ -108,12 +108,10 @@ class TorchDevice(Device[torch.Tensor], Protocol):
     @property
     def choices(self) -> DeviceChoices:
         """The device's mechanisms."""
-        ...
 
     @property
     def link(self) -> PacedLink:
         """The link of copies between registered memory and the device."""
-        ...
 
     def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
         """Register host memory: the payload of a segment, or any writable buffer.
@@ -123,7 +121,6 @@ class TorchDevice(Device[torch.Tensor], Protocol):
 
         Raises ``DeviceError`` if the memory cannot be registered.
         """
-        ...
 
     def adopt(self, stream: Stream) -> None:
         """Make the calling thread ``stream``: its computations are then in stream order.
@@ -133,7 +130,6 @@ class TorchDevice(Device[torch.Tensor], Protocol):
         its operations are raised to the thread, and later operations are not skipped: the thread
         decides which results are void. Call before the stream's first operation.
         """
-        ...
 
 
 def check_copy(destination: torch.Tensor, source: torch.Tensor) -> None:

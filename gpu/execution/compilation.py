@@ -91,11 +91,9 @@ class CompilationProgress(Protocol):
 
     def begin_compilation(self) -> None:
         """The compilation of a kernel begins."""
-        ...
 
     def end_compilation(self) -> None:
         """The compilation that began last has ended or failed."""
-        ...
 
 
 class _Publisher(numba_events.Listener):  # type: ignore[misc]  # numba has no types

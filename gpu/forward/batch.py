@@ -81,7 +81,6 @@ class DeltaPass(Protocol):
 
         group: the key that the linears were wrapped with. x: [tokens, in_features].
         """
-        ...
 
     def add(
         self, group: Hashable, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int]
@@ -91,7 +90,6 @@ class DeltaPass(Protocol):
         x as in ``begin``, or int64 [tokens], the ids, of an embedding; ys: one [tokens,
         out_features] per target.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +108,9 @@ class WorkProgress(Protocol):
 
     def begin_layer(self, layer: int) -> None:
         """A pass has reached the attention of this layer, counted from 0."""
-        ...
 
     def advance(self) -> None:
         """A pass has reached another product, or a copy has gone on."""
-        ...
 
 
 class _Unwatched:

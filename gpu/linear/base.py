@@ -13,19 +13,16 @@ class LinearBackend(Protocol):
     @property
     def weight(self) -> torch.Tensor:
         """The matrix [out_features, in_features]; may be unpacked at each access."""
-        ...
 
     @property
     def bias(self) -> torch.Tensor | None:
         """The bias [out_features], if there is one."""
-        ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias: [..., in_features] -> [..., out_features], dtype of x.
 
         The result is new and contiguous, so deltas can be added in place.
         """
-        ...
 
 
 class MakeLinear(Protocol):
@@ -36,4 +33,3 @@ class MakeLinear(Protocol):
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearBackend:
         """Return the backend; the caller drops its own reference to the weight afterwards."""
-        ...

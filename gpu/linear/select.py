@@ -1,4 +1,7 @@
-"""Chooses the back end of the base model's linears: as configured, or by probe and measurement."""
+"""Chooses the back end of the base model's linears: as configured, or by probe and measurement.
+
+Reads the weights that are served, for what is computed from them on the host.
+"""
 
 import itertools
 import logging

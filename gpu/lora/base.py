@@ -51,7 +51,6 @@ class LoraBackend(Protocol):
         The result is on the back end's device in the model's dtype; the rank is padded only as far
         as a vector register needs.
         """
-        ...
 
     def add_delta(self, x: torch.Tensor, y: torch.Tensor, target_index: int, batch: LoraBatch) -> None:
         """Add the deltas of one target to y, in place.
@@ -60,17 +59,14 @@ class LoraBackend(Protocol):
         contiguous last dimension. Products accumulate in float32. Adapters of the batch that do
         not have this target add nothing. Factors of the target are applied to the sum.
         """
-        ...
 
     def add_deltas(
         self, x: torch.Tensor, ys: Sequence[torch.Tensor], target_indices: Sequence[int], batch: LoraBatch
     ) -> None:
         """``add_delta`` for several targets that read the same x, each with its own y."""
-        ...
 
     def prepare_factors(self) -> None:
         """Compile what only adapters with factors call. Any thread may call it."""
-        ...
 
 
 class TargetByTarget(ABC):

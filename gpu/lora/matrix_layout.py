@@ -21,17 +21,14 @@ class MatrixLayout(Protocol):
 
     def a_shape(self, rank: int, in_features: int, itemsize: int) -> tuple[int, ...]:
         """The stored shape of A, row-major, including padding."""
-        ...
 
     def b_shape(self, out_features: int, rank: int, itemsize: int) -> tuple[int, ...]: ...
 
     def write_a(self, a: np.ndarray, place: np.ndarray) -> None:
         """Write A to ``place``, of its type and ``a_shape``; fills all of it."""
-        ...
 
     def write_b(self, b: np.ndarray, place: np.ndarray) -> None:
         """Write B to ``place``, of its type and ``b_shape``; fills all of it."""
-        ...
 
 
 class PackedLayout:

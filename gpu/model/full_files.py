@@ -31,19 +31,16 @@ class StoredMatrix(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the full tensor."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """The type to which the format's own library rounds its values."""
-        ...
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Entries [start, stop) of the first dimension, in their own memory.
 
         Raises ``ModelError``, also for values that are not finite.
         """
-        ...
 
 
 class CodedMatrix(StoredMatrix, Protocol):
@@ -51,7 +48,6 @@ class CodedMatrix(StoredMatrix, Protocol):
 
     def as_stored(self) -> QuantizedWeight:
         """Its codes and scales. Raises ``ModelError``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def _read(config: Any) -> StoredQuantization | None:
         "compressed-tensors": _read_compressed,
         BITSANDBYTES: _read_bitsandbytes,
         "fp8": _read_fp8,
-        "mxfp4": lambda _: StoredQuantization("mxfp4"),
+        "mxfp4": _read_mxfp4,
     }
     if method not in read:
         raise ModelError(
@@ -215,6 +215,10 @@ def _read_fp8(fields: dict[str, Any]) -> StoredQuantization:
     _warn_of_activations(fields.get("activation_scheme"))
     block = fields.get("weight_block_size")
     return StoredQuantization("fp8", block=None if block is None else _checked_block(block))
+
+
+def _read_mxfp4(_: dict[str, Any]) -> StoredQuantization:
+    return StoredQuantization("mxfp4")
 
 
 def _warn_of_activations(found: object) -> None:

@@ -20,7 +20,6 @@ class Part(Protocol):
 
     def run(self) -> None:
         """Compute it, from and to the memory of the capture."""
-        ...
 
 
 class KernelCalls:

@@ -38,7 +38,6 @@ class RunPass(Protocol):
         metadata: PassMetadata,
     ) -> torch.Tensor:
         """Return the logits [1, len(logit_indices), vocabulary]; the next pass may change them."""
-        ...
 
 
 class _Deltas(Enum):

@@ -166,7 +166,6 @@ class BaseWeights(Protocol):
         is served in. Rows that the base lacks differ. Raises ``ModelError`` if the base's files
         cannot be read.
         """
-        ...
 
 
 class AdapterReader(Protocol):
@@ -178,7 +177,6 @@ class AdapterReader(Protocol):
     @property
     def outline(self) -> ResolvedAdapter:
         """The adapter as its header says, without the rows that only a comparison finds."""
-        ...
 
     @property
     def adapter(self) -> ResolvedAdapter:
@@ -186,19 +184,16 @@ class AdapterReader(Protocol):
 
         Raises ``AdapterError`` for weights that differ and may not, or are not finite.
         """
-        ...
 
     @property
     def digest(self) -> ContentDigest:
         """The digest of the content; known once ``read_layers`` has ended."""
-        ...
 
     def expect(self, digest: ContentDigest) -> None:
         """Accept only this content. Call it before ``read_layers``.
 
         Raises ``AdapterError`` if configuration, names or shapes already differ.
         """
-        ...
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
         """Pass the tensors to ``take``, in the order of layers; yield each complete layer.
@@ -206,11 +201,9 @@ class AdapterReader(Protocol):
         Tensors are valid only once their layer is yielded, and without ``expect`` only once this
         has ended. Raises ``AdapterError`` if the file cannot be read or has changed.
         """
-        ...
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        ...
 
     def __enter__(self) -> Self: ...
 

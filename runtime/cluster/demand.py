@@ -1,4 +1,4 @@
-"""Steps of a placement: measured demand in, planned shares out. Pure.
+"""Steps of a placement: measured demand and its forecast in, planned shares out. Pure.
 
 Simulated and live clusters share this code.
 """

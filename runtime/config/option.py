@@ -9,7 +9,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -32,7 +32,7 @@ class Properties(typing.TypedDict, total=False):
     """Documentation and limits of an option."""
 
     help: typing.Required[str]
-    choices: Sequence[str]
+    choices: tuple[str, ...]
     metavar: str | None
     minimum: float | None  # inclusive, as ``maximum``
     maximum: float | None
@@ -41,7 +41,7 @@ class Properties(typing.TypedDict, total=False):
     number_as_text: bool  # a lone number, which YAML does not read as text, is taken as text
     one_each: bool  # each of several values needs the flag before it, so that MODEL may follow
     check: CheckValue | None  # called after the checks of type, choices and range
-    commands: Sequence[str]  # these have the flag in addition to ``corun serve``
+    commands: tuple[str, ...]  # these have the flag in addition to ``corun serve``
 
 
 def option(default: Any, **properties: typing.Unpack[Properties]) -> Any:
@@ -63,7 +63,7 @@ class OptionSpec:
     repeated: bool  # a tuple of ``kind``
     default: Any
     help: str
-    choices: Sequence[str] = ()
+    choices: tuple[str, ...] = ()
     metavar: str | None = None
     minimum: float | None = None
     maximum: float | None = None
@@ -72,7 +72,7 @@ class OptionSpec:
     number_as_text: bool = False
     one_each: bool = False
     check: CheckValue | None = None
-    commands: Sequence[str] = ()
+    commands: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -183,7 +183,8 @@ def _check_item(spec: OptionSpec, value: Any, label: str) -> Any:
         value = float(value)
     if spec.number_as_text and type(value) is int:
         value = str(value)
-    if type(value) is not spec.kind:  # ``True`` is no ``int`` here
+    given = type(value)
+    if given is not spec.kind:  # ``True`` is no ``int`` here
         kind = _KIND_NAMES[spec.kind]
         raise ConfigError(f"{label} is {value!r}, must be {kind}")
     if spec.choices and value not in spec.choices:

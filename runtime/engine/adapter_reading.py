@@ -35,11 +35,9 @@ class AdapterFiles(Protocol):
 
     def outline(self, path: AdapterPath) -> AdapterOutline:
         """Check everything except values."""
-        ...
 
     def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         """Read all. ``known``: a version read there before; its weights may be the same."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,12 +36,10 @@ class EngineClient(Protocol):
     @property
     def num_heartbeats(self) -> int:
         """Heartbeats of the engine's process, which continue while a step computes."""
-        ...
 
     @property
     def hang_watch(self) -> HangWatch:
         """Says whether the engine makes progress (--engine-hang-s)."""
-        ...
 
     async def start(self, on_message: OnMessage, on_death: OnDeath) -> Ready:
         """Start the engine and wait until it is ready.
@@ -49,15 +47,12 @@ class EngineClient(Protocol):
         Later messages go to ``on_message``. ``on_death`` is called once if the engine ends without
         ``close``. Raises the error that prevents the start.
         """
-        ...
 
     def send(self, message: ToEngine) -> None:
         """Send ``message``. Raises ``EngineDeadError``."""
-        ...
 
     async def close(self) -> None:
         """End the engine and free all its resources. Idempotent."""
-        ...
 
 
 class ChannelClient:

@@ -149,7 +149,6 @@ class Core(Protocol):
     @property
     def num_advances(self) -> int:
         """Plans submitted and results applied so far."""
-        ...
 
     @property
     def awaits_device(self) -> bool: ...
@@ -200,12 +199,10 @@ class BuiltEngine(Protocol):
     @property
     def core(self) -> Core:
         """Computes requests."""
-        ...
 
     @property
     def info(self) -> ModelInfo:
         """Facts for front ends."""
-        ...
 
     @property
     def adapters(self) -> AdapterOperations: ...
@@ -213,12 +210,10 @@ class BuiltEngine(Protocol):
     @property
     def grammars(self) -> GrammarCompiler:
         """Compiles grammars; wakes the engine by the descriptor of ``adapters``."""
-        ...
 
     @property
     def tokenizer(self) -> TokenizerSpec | None:
         """The tokenizer's data for a front end in another process, if it can be made from data."""
-        ...
 
     def begin(self) -> None: ...
 

@@ -50,7 +50,6 @@ class BuildEngine(Protocol):
 
         ``own_policies`` take precedence over those that ``config`` names.
         """
-        ...
 
 
 class EngineLoop:

@@ -23,59 +23,46 @@ class Codec(Protocol):
     @property
     def is_quick(self) -> bool:
         """Whether ``encode`` is fast and thread-safe."""
-        ...
 
     @property
     def has_chat_template(self) -> bool:
         """Whether ``render`` can be used."""
-        ...
 
     @property
     def template(self) -> ChatTemplate:
         """The chat template, for what it contains; ``render`` may be code of the tokenizer."""
-        ...
 
     @property
     def special_tokens_map(self) -> Mapping[str, str]:
         """Special tokens by their names in chat templates, such as ``bos_token``."""
-        ...
 
     def with_tokens(self, tokens: Sequence[tokenizers.AddedToken]) -> "tuple[Codec, Mapping[str, int]]":
         """Return a copy that also finds these tokens in texts, and their ids in it. Slow."""
-        ...
 
     def mark_ids(self) -> Mapping[str, int]:
         """Return the added tokens that are special or written as <…>: grammars use their ids."""
-        ...
 
     def special_tokens(self) -> Mapping[int, SpecialToken]:
         """Return the tokens that ``decoding`` can skip, by id. Slow."""
-        ...
 
     def added_tokens(self) -> Mapping[int, str]:
         """Return the tokens that are found in texts as a whole, by id. Slow."""
-        ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of ``text``, which is valid Unicode."""
-        ...
 
     def encode_piece(self, text: str) -> TextPiece:
         """Return the tokens of ``text`` without special ones, and where each begins."""
-        ...
 
     def decoding(self, *, skip_special_tokens: bool) -> Decode:
         """Return the function from tokens to their text."""
-        ...
 
     def token_name(self, token_id: int) -> str | None:
         """Return a token's entry in the vocabulary; None if there is no such token."""
-        ...
 
     @property
     def render(self) -> Render:
         """The function that renders messages. Raises one of ``chat_template.RENDER_ERRORS``."""
-        ...
 
 
 class PlainCodec:

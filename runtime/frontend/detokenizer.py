@@ -29,19 +29,15 @@ class Detokenizer(Protocol):
     @property
     def stop(self) -> str | None:
         """The stop string that the tokens have completed; no tokens follow it."""
-        ...
 
     def push(self, token_id: int) -> str:
         """Add one token; return the text to show: whole characters, possibly none."""
-        ...
 
     def hide(self, token_id: int) -> str:
         """Add the last token, which is not shown; return the text to show before it."""
-        ...
 
     def finish(self) -> str:
         """Return the text held back. No tokens follow."""
-        ...
 
 
 class Decoder:

@@ -40,7 +40,6 @@ class LoraResolver(Protocol):
         Raises ``UnknownModelError`` with the reason if the search fails, ``AdapterError`` if the
         adapter exists but cannot be fetched.
         """
-        ...
 
 
 class DirectoryResolver:

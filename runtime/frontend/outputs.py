@@ -127,7 +127,6 @@ class RequestWatch(Protocol):
 
     def opened(self) -> None:
         """The request was sent to the engine; ``ended`` follows in any case."""
-        ...
 
     def ended(self, output: RequestOutput) -> None:
         """All choices of the request have ended in the engine, or the engine is gone.
@@ -135,4 +134,3 @@ class RequestWatch(Protocol):
         ``output`` is the whole output of the request, with nothing new in it. A choice that was
         closed while it ran has the finish reason "abort", a failed one "error".
         """
-        ...

@@ -42,17 +42,14 @@ class SchedulerPolicy(Protocol):
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
-        ...
 
     def add(self, request: Request, now_s: float) -> None:
         """Add a request that has arrived, or was preempted (it may have output tokens then)."""
-        ...
 
     def remove(self, request: Request) -> None: ...
 
     def ended(self, request: Request, now_s: float) -> None:
         """Drop the record of a request that has ended. If it waited, ``remove`` came first."""
-        ...
 
     def candidates(self, now_s: float) -> Generator[Request, Verdict, None]:
         """Yield waiting requests. Each ``send`` passes the verdict on the last one.
@@ -61,33 +58,27 @@ class SchedulerPolicy(Protocol):
         further request may run. Only the first candidate may displace adapters of other waiting
         requests.
         """
-        ...
 
     def upcoming(self, max_requests: int) -> Sequence[Request]:
         """Return the first waiting requests in order of admission, to load their adapters ahead."""
-        ...
 
     def prefill_order(self, requests: list[Request], now_s: float) -> Sequence[Request]:
         """Order the running requests that have more than one token to compute."""
-        ...
 
     def squash(self, running: Collection[Request], now_s: float) -> Collection[Request]:
         """Choose running requests to preempt now, even if memory is not short.
 
         They wait again (``add``), keep their tokens and are recomputed.
         """
-        ...
 
     def wake_at_s(self) -> float | None:
         """Return when the policy may decide differently without an event; None = never."""
-        ...
 
     def victim(self, running: Collection[Request]) -> Request:
         """Choose the running request that is preempted when memory runs out.
 
         One request must always progress: no sequence of choices may preempt them all.
         """
-        ...
 
 
 @runtime_checkable
@@ -96,8 +87,6 @@ class PolicyWithLimits(Protocol):
 
     def counts(self) -> Mapping[str, float]:
         """Return the gauges of the policy by name."""
-        ...
 
     def held_back(self) -> Sequence[Request]:
         """Return requests that the last ``candidates`` did not offer because of a limit."""
-        ...

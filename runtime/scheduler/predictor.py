@@ -25,11 +25,9 @@ class OutputPredictor(Protocol):
 
     def predict(self, request: Request) -> int:
         """Return the predicted output tokens of a request that arrives now."""
-        ...
 
     def ended(self, request: Request) -> None:
         """Learn from a request that has ended without an abort or an error."""
-        ...
 
 
 class _Lengths:

@@ -21,19 +21,15 @@ class StepTimes(Protocol):
     @property
     def is_measured(self) -> bool:
         """Whether the times come from a profile."""
-        ...
 
     def machine_model(self) -> MachineModel:
         """Return a model of the machine. Its times are 0 while nothing is known."""
-        ...
 
     def prefill_s(self, num_tokens: int, adapter_bytes: int) -> float:
         """Return the time of prefilling ``num_tokens`` tokens; 0 while unknown."""
-        ...
 
     def decode_step_s(self, num_rows: int) -> float:
         """Return the time of a step of ``num_rows`` decode rows; 0 while unknown."""
-        ...
 
     def step_ended(self, num_tokens: int, duration_s: float) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Endpoints that do not generate: models, health, metrics, version, tokens."""
+"""Endpoints that do not generate: models, health, metrics, version, tokens, state for routers."""
 
 import asyncio
 import uuid

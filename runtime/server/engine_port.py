@@ -60,7 +60,6 @@ class ConventionsPort(RendererPort, Protocol):
     @property
     def tokenizer(self) -> TokenizerPort:
         """The tokenizer, including the tokens that the adapter adds."""
-        ...
 
     @property
     def vocab_size(self) -> int | None: ...
@@ -112,7 +111,6 @@ class EnginePort(Protocol):
     @property
     def watches(self) -> EngineWatches:
         """Watches that are notified of requests sent and of changes that the engine publishes."""
-        ...
 
     @property
     def loras(self) -> LoraDirectory: ...

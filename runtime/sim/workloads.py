@@ -1,4 +1,4 @@
-"""Workloads of many adapters: arrivals, lengths and adapters of requests, drawn from a seed."""
+"""Workloads of many adapters: arrivals, lengths and adapters of requests, drawn or from a log."""
 
 import json
 import math

@@ -59,7 +59,6 @@ class AnswerParser(Protocol):
 
     def finish(self) -> list[AnswerPart]:
         """Return the parts that were held back. No text follows."""
-        ...
 
 
 class PlainParser:

@@ -38,15 +38,12 @@ class Translation(Protocol):
 
     def body(self, body: bytes) -> bytes:
         """Return the request's body for the engine."""
-        ...
 
     def events(self, data: bytes) -> bytes:
         """Return complete events of the engine's stream for the client."""
-        ...
 
     def answer(self, status: int, body: bytes) -> bytes:
         """Return the body of an answer, not of a stream, for the client."""
-        ...
 
 
 class AdapterApi(Protocol):
@@ -54,22 +51,18 @@ class AdapterApi(Protocol):
 
     async def incarnation(self) -> str:
         """Return the id of the engine's process, as in its states."""
-        ...
 
     async def load(self, entry: AdapterEntry, path: str) -> str | None:
         """Load a directory under a name, and replace its former content.
 
         Returns its name in requests to the engine; None = ``entry.name``.
         """
-        ...
 
     async def pin(self, name: str, *, pinned: bool) -> None:
         """Pin or unpin a served name on the device; only if the type has ``can_pin``."""
-        ...
 
     async def unload(self, name: str) -> None:
         """Unload a name; its running requests go on."""
-        ...
 
 
 class EngineType(Protocol):
@@ -83,18 +76,14 @@ class EngineType(Protocol):
 
     async def base_cards(self, session: aiohttp.ClientSession, card: EngineCard) -> tuple[ModelCard, ...]:
         """Return the base model's names."""
-        ...
 
     def states(
         self, session: aiohttp.ClientSession, card: EngineCard, sent: SentRecord
     ) -> AsyncGenerator[EngineState, None]:
         """Yield its states, the first one complete; only an error ends the iteration."""
-        ...
 
     def adapters(self, session: aiohttp.ClientSession, url: str) -> AdapterApi:
         """Return its routes for adapters."""
-        ...
 
     def translation(self, model: str | None, asked: str | None) -> Translation:
         """Return a request's translation; ``model``: at the engine; ``asked``: by the client."""
-        ...

@@ -19,26 +19,21 @@ class EngineLauncher(Protocol):
 
         Raises ``CorunError`` if it cannot be started.
         """
-        ...
 
     async def stop(self, engine_id: str, *, drain_timeout_s: float) -> None:
         """Stop an engine after its requests, and remove it from the list.
 
         Requests that run after ``drain_timeout_s`` are cut. An unlisted engine is ignored.
         """
-        ...
 
     def list(self) -> tuple[EngineStatus, ...]:
         """Return all engines that were started and not stopped, also those that have exited."""
-        ...
 
     def watch(self) -> AsyncGenerator[EngineStatus, None]:
         """Yield the current status of each engine, then each change, until ``close``."""
-        ...
 
     async def close(self) -> None:
         """Kill all engines that it started. Idempotent."""
-        ...
 
 
 class StatusBoard:

@@ -61,15 +61,12 @@ class ActorMachines(Protocol):
 
     def names(self) -> set[str]:
         """Return the names of this cluster's actors, running or not yet."""
-        ...
 
     def begin(self, name: str, resources: AgentResources, settings: NodeSettings) -> None:
         """Start an actor with an agent, once a machine has the resources."""
-        ...
 
     def agents(self, names: Iterable[str], timeout_s: float) -> dict[str, SupervisedAgent]:
         """Return the agents of the actors that answer in time."""
-        ...
 
     def end(self, name: str) -> None: ...
 

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -234,10 +234,10 @@ def _agent_settings(settings: NodeSettings, division: MachineDivision, port: int
     cache_bytes = settings.adapter_cache_bytes
     if cache_bytes is None:
         cache_bytes = shutil.disk_usage(settings.state_dir).free // 2
-    given = {} if settings.engine_command is None else {"engine_command": settings.engine_command}
-    common = {name: getattr(settings, name) for name in MachineSettings.__struct_fields__}
+    given: dict[str, Any] = {name: getattr(settings, name) for name in MachineSettings.__struct_fields__}
+    if settings.engine_command is not None:
+        given["engine_command"] = settings.engine_command
     return AgentSettings(
-        **common,
         port=port,
         division=division,
         adapter_cache_bytes=cache_bytes,

@@ -25,7 +25,6 @@ class Router(Protocol):
         self, request: RouteRequest, servers: Sequence[ServerView], now_s: float, rng: random.Random
     ) -> Sequence[ServerId]:
         """Return all ready servers, best first."""
-        ...
 
     def on_assigned(self, request: RouteRequest, server_id: ServerId) -> None:
         """Called when ``request`` is sent to a server."""

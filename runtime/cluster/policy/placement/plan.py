@@ -69,7 +69,6 @@ class PlacementPolicy(Protocol):
         Raises:
             ConfigError: The servers have no room for one copy of each adapter.
         """
-        ...
 
 
 def plan_of(

@@ -1,4 +1,4 @@
-"""Placements by name."""
+"""Placements by name, and those that ignore demand. Pure."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
