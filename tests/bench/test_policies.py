@@ -14,11 +14,11 @@ import pytest
 from corun.runtime.sim.figures import Figures
 from paired import Ratio
 from replays import kept, verdicts
-from replays.cells import BASELINE, MEMORY, POLICIES, Cell, run_cell
+from replays.cells import BASELINE, LIBRA_VARIANTS, MEMORY, POLICIES, Cell, run_cell
 from replays.kept import KeptCells, code_digest, deciding_files
 from replays.loads import largest_rate
 from replays.runner import Runner
-from replays.settings import FULL_MEMORY_SETTINGS, WITH_WORKERS, Setting
+from replays.settings import FULL_MEMORY_SETTINGS, LIBRA, START, WITH_WORKERS, Setting
 from replays.table import table
 from replays.verdicts import Bound
 
@@ -280,8 +280,9 @@ def test_a_memory_policy_finds_what_another_turn_has_left(tmp_path: Path) -> Non
 def test_every_bound_of_memory_has_a_name_of_its_own_and_a_setting_that_is_run() -> None:
     bounds = verdicts.memory_bounds()
     assert len({bound.name for bound in bounds}) == len(bounds)
-    assert {bound.setting for bound in bounds} == set(FULL_MEMORY_SETTINGS)
-    assert {bound.policy for bound in bounds} | {bound.other for bound in bounds} == set(MEMORY)
+    assert {bound.setting for bound in bounds} == {*FULL_MEMORY_SETTINGS, *LIBRA, START}, "with --cells"
+    held = {bound.policy for bound in bounds} | {bound.other for bound in bounds}
+    assert held == set(MEMORY).difference(LIBRA_VARIANTS)
     against_slora = {b.setting.name for b in bounds if b.other == BASELINE and b.most == 0.7}
     assert against_slora == {"mooncake-16 at 2.2", *(f"mooncake-8 at {load}" for load in (1.2, 1.4, 1.55))}
     lower = {b.setting.load for b in bounds if b.other == "static-split" and b.is_lower}
