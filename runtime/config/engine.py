@@ -223,11 +223,6 @@ class EngineConfig:
         maximum=2**16,
         help="Maximum number of waiting requests for which adapters are loaded ahead.",
     )
-    prefetch_expected: bool = option(
-        False,
-        help="Load adapters before they are requested, as predicted from the intervals between "
-        "earlier requests.",
-    )
     log_slow_s: float | None = option(
         None,
         metavar="X",

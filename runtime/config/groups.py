@@ -40,7 +40,6 @@ _SERVE_GROUPS = (
             "adapter_templates",
             "lora_state_file",
             "prefetch_requests",
-            "prefetch_expected",
             "load_strategy",
             "max_assisted_tokens_per_step",
             "cold_priority",

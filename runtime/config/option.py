@@ -23,6 +23,7 @@ _GONE = {
     "queues": "--scheduling-policy chameleon:queues=K",
     "refresh-s": "--scheduling-policy chameleon:refresh=SECONDS",
     "memory-policy-weights": "--memory-policy chameleon:frequency=F,recency=R,size=S",
+    "prefetch-expected": "--pin NAME for adapters that are to stay on the device",
 }
 # Takes a value and its flag or key, which a ``ConfigError`` for a wrong value names.
 CheckValue = Callable[[Any, str], object]

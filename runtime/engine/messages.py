@@ -260,9 +260,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     adapter_evictions: dict[str, dict[str, int]] = {}  # by level, "device" or "host", and reason
     adapter_loads: dict[str, LoadStats] = {}  # by transition
     adapter_room_bytes: int = 0  # for all adapters, beside the KV of running requests
-    num_prefetch_hits: int = 0  # prefetched adapters that a request used
-    num_prefetch_misses: int = 0
-    prefetch_missed_bytes: int = 0
     invalid_kv_bytes: int = 0  # on the device without its adapter
     prompt_tokens_cached: int = 0  # found on the device, so not among the computed ones
     prompt_tokens_host_cached: int = 0  # copied from the host, so not computed either

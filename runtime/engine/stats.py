@@ -132,7 +132,7 @@ def engine_stats(
     O(adapters on the device or waited for, requests without a first token).
     """
     memory = memory_report(scheduler.memory, now_s)
-    counters, forecast = scheduler.counters, scheduler.forecast
+    counters = scheduler.counters
     return EngineStats(
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
@@ -163,9 +163,6 @@ def engine_stats(
             for transition, totals in memory.loads.items()
         },
         adapter_room_bytes=memory.adapter_room_bytes,
-        num_prefetch_hits=0 if forecast is None else forecast.num_hits,
-        num_prefetch_misses=0 if forecast is None else forecast.num_misses,
-        prefetch_missed_bytes=0 if forecast is None else forecast.missed_bytes,
         num_deferred=scheduler.timelines.num_deferred(),
         steps_by_tokens=dict(steps.by_tokens),
         num_step_tokens=steps.num_tokens,

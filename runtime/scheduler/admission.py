@@ -6,7 +6,6 @@ from ..memory.grant import Grant, Need, Verdict
 from ..request import Request
 from .cold import ColdStarts
 from .events import SchedulerCounters, TimePart
-from .forecast import ArrivalForecast
 from .limits import SchedulerConfig, blocks_for
 from .policy import NO_ROOM, PolicyWithLimits, SchedulerPolicy
 from .running_set import RunningSet
@@ -25,16 +24,14 @@ class Admission:
         running: RunningSet,
         cold_starts: ColdStarts,
         counters: SchedulerCounters,
-        forecast: ArrivalForecast | None = None,
     ) -> None:
-        """All parts belong to the scheduler. ``forecast``: None = load for known requests only."""
+        """All parts belong to the scheduler."""
         self._config = config
         self._policy = policy
         self._limits = policy if isinstance(policy, PolicyWithLimits) else None
         self._memory = memory
         self._running = running
         self._cold_starts = cold_starts
-        self._forecast = forecast
         self._counters = counters
         self.waiting = WaitingWork(memory.cache)
 
@@ -90,9 +87,6 @@ class Admission:
         self._mark_short_kv(request)
         num_blocks = len(self._memory.find(request))
         request.found.num_known_prefix_tokens = num_blocks * self._config.block_size
-        if self._forecast is not None:
-            state = self._memory.adapter_state(request.adapter_id)
-            self._forecast.arrived(request, now_s, is_on_device=state is not AdapterState.ABSENT)
 
     def _has_slot(self) -> bool:
         """Whether one more request may run.
@@ -158,17 +152,8 @@ class Admission:
             draft.add_cold_chunk(request, chunk)
 
     def _prefetch(self, now_s: float) -> None:
-        """Load adapters of requests that wait for a slot, and of requests that are expected."""
+        """Load adapters of requests that wait for a slot."""
         memory, running = self._memory, self._running
         for request in self._policy.upcoming(self._config.max_prefetch_requests):
             if not memory.loads.begin_ahead(request.adapter_id, request.adapter, running, now_s):
                 return
-        if self._forecast is None:
-            return
-        for adapter_id, adapter in self._forecast.expected(now_s):
-            if memory.adapter_state(adapter_id) is not AdapterState.ABSENT:
-                continue
-            if not memory.loads.begin_ahead(adapter_id, adapter, running, now_s):
-                return
-            if memory.adapter_state(adapter_id) is AdapterState.LOADING:
-                self._forecast.loads(adapter_id, adapter.num_bytes)

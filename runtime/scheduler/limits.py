@@ -28,7 +28,6 @@ class SchedulerConfig:
     mix_decode_with_prefill: bool = True  # decode rows share the forward pass of prefill chunks
     separate_assisted_rows: bool = False  # assisted rows have a forward pass of their own
     recompute_at_tokens: int | None = None  # KV of a shorter context is useless from here on
-    prefetch_expected: bool = False  # load adapters of expected requests ahead
     max_prefetch_requests: int = 16  # adapters of so many waiting requests are loaded ahead
     max_assisted_tokens_per_step: int = 512  # of cold requests
     max_assisted_rows_per_step: int = 4  # cold requests

@@ -29,7 +29,6 @@ from .cold import ColdStarts
 from .continuation import Continuation
 from .decode_gap import DecodeGap
 from .events import FinishReason, RequestEvent, SchedulerCounters
-from .forecast import ArrivalForecast
 from .limits import SchedulerConfig, check_pin, max_total_tokens
 from .policy import PolicyWithLimits, SchedulerPolicy
 from .predictor import HistoryPredictor, OutputPredictor
@@ -85,10 +84,7 @@ class Scheduler:
         self._continuation = Continuation(
             config, policy, self._running, self.cold_starts, self.counters, self._enqueue
         )
-        self.forecast = ArrivalForecast() if config.prefetch_expected else None
-        self._admission = Admission(
-            config, policy, memory, self._running, self.cold_starts, self.counters, self.forecast
-        )
+        self._admission = Admission(config, policy, memory, self._running, self.cold_starts, self.counters)
         self.waiting = self._admission.waiting  # sums over requests
         self._queue_time = QueueTime(config.max_queue_s)
         self._recovery = Recovery(config.max_num_batched_tokens)
@@ -172,8 +168,6 @@ class Scheduler:
     def drop_adapter(self, adapter_id: AdapterId) -> None:
         """Evict an adapter version that no later request can name."""
         self.memory.drop(adapter_id)
-        if self.forecast is not None:
-            self.forecast.discard(adapter_id)
 
     def check_pin(self, num_bytes: int, other_bytes: int = 0, replaced: AdapterId | None = None) -> None:
         """Raise ``RequestError`` unless an adapter of ``num_bytes`` may be pinned.
@@ -257,8 +251,6 @@ class Scheduler:
     def wake_at_s(self) -> float | None:
         """Return when ``schedule`` may decide differently without an event; None = never."""
         times_s = [self._policy.wake_at_s(), self._queue_time.wake_at_s(), self.memory.wake_at_s]
-        if self.forecast is not None:
-            times_s.append(self.forecast.wake_at_s())
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def check_invariants(self) -> None:

@@ -135,7 +135,7 @@ def _memory(families: Families, stats: EngineStats) -> Iterator[Metric]:
 
 
 def _transfers(families: Families, stats: EngineStats) -> Iterator[Metric]:
-    """Copies over the link, loads, evictions and prefetches of adapters."""
+    """Copies over the link, loads and evictions of adapters."""
     labels = ("direction", "kind")
     yield families.counts(
         "link_bytes",
@@ -164,17 +164,6 @@ def _transfers(families: Families, stats: EngineStats) -> Iterator[Metric]:
         "Loads of adapters between levels.",
         "transition",
         {name: (loads.num_loads, loads.duration_s) for name, loads in stats.adapter_loads.items()},
-    )
-    yield families.counts_by(
-        "adapter_prefetches",
-        "Prefetches of adapters, by whether a request used them.",
-        "outcome",
-        {"hit": stats.num_prefetch_hits, "miss": stats.num_prefetch_misses},
-    )
-    yield families.count(
-        "adapter_prefetch_wasted_bytes",
-        "Bytes of prefetches that no request used.",
-        stats.prefetch_missed_bytes,
     )
 
 

@@ -131,8 +131,6 @@ class FakeEngine:
             kv_blocks_total=100,
             invalid_kv_bytes=7,
             preemptions={"kv_memory": 3, "squash": 1},
-            num_prefetch_hits=5,
-            prefetch_missed_bytes=6,
             memory_bytes={"device": {"history_kv": 8, "free": 9}},
             first_token_parts_s={"order": 1.5, "kv_memory": 2.5},
             link=(LinkUsage("to_device", "kv", 11, 0.5),),

@@ -55,7 +55,6 @@ def make_scheduler(
         separate_assisted_rows=loaded.model.device.type == "cuda",
         recompute_at_tokens=loaded.recompute_at_tokens,
         max_prefetch_requests=config.prefetch_requests,
-        prefetch_expected=config.prefetch_expected,
         growth_headroom=config.growth_headroom,
     )
     cold_starts = None

@@ -342,6 +342,7 @@ def test_operating_points_for_a_cluster(
         (["simulate", "--rps", "1", "--servers", "1001"], "--servers is 1001, must be at most"),
         (["simulate", "--rps", "1", "--router", "predict"], "did you mean 'predicted'"),
         (["simulate", "--rps", "1", "--compare", "router=p2c,p3c"], "--router is 'p3c'"),
+        (["simulate", "--rps", "1", "--memory-policy", "chameleon:size=-1"], "weights must be at"),
         (["simulate", "--rps", "1", "--store-bytes", "x"], "must be a number of bytes"),
         # A single server also has a store if it is given one.
         (["simulate", "--rps", "1", "--store-bytes", "1MiB"], "the largest adapter has 201326592"),

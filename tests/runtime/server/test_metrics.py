@@ -39,9 +39,6 @@ def test_gauges(http: httpx.Client) -> None:
     assert samples["corun:link_busy_seconds_total", moved] == 0.5
     for gauge, value in (("num_queues", 2), ("queue_1_quota_tokens", 5)):
         assert samples["corun:scheduling_policy", (("gauge", gauge), model)] == value
-    assert samples["corun:adapter_prefetches_total", (model, ("outcome", "hit"))] == 5
-    assert samples["corun:adapter_prefetches_total", (model, ("outcome", "miss"))] == 0
-    assert samples["corun:adapter_prefetch_wasted_bytes_total", (model,)] == 6
     cache = (("block_size", "16"), ("num_gpu_blocks", "100"))
     assert samples["corun:cache_config_info", cache] == 1
     device = (("link", "unpaced"), ("sync", "host"))
