@@ -12,7 +12,7 @@ throughput. Outputs are predicted by an oracle that is correct in 80 % of cases.
 
 With ``--memory`` the scheduler is ``fcfs`` with a prefix cache, and memory policies are compared
 at rates of their own: adapters of equal popularity behind a slow link, and conversations of many
-turns.
+turns. On machines with ``-pages`` one pool of pages is judged against a split of it.
 
 Results of a cell are stored under a digest of the code that decides them, so an interrupted run
 continues. The last line is JSON.
@@ -20,6 +20,8 @@ continues. The last line is JSON.
     python bench/policies.py [--full] [--traces DIR] [--only cells accuracy limits]
         [--cells S1@1.1 S3@1.0] [--policies corun slora] [--seeds 3]
     python bench/policies.py --memory [--full] [--cells mooncake-8@1.4 zipf@7.5@a40-llama8b-link3]
+    python bench/policies.py --memory --policies lru static-split
+        --cells zipf@8@a40-llama8b-pages gentd26@6@a40-llama8b-pages mooncake-8@1.2@a40-llama7b-pages
 """
 
 import argparse
@@ -39,7 +41,7 @@ from corun.runtime.sim.papers.recipes import RECIPES
 from corun.runtime.sim.workloads import make_workload
 from paired import Ratio, report
 from replays import verdicts
-from replays.cells import ACCURACY, BASELINE, MEMORY, POLICIES, Cell, machine_of
+from replays.cells import ACCURACY, BASELINE, MEMORY, PAGES, POLICIES, Cell, machine_of
 from replays.kept import KeptCells
 from replays.loads import Search, largest_rate, search_together
 from replays.runner import Runner
@@ -320,7 +322,7 @@ def _chosen(options: argparse.Namespace) -> tuple[list[Setting], list[str]]:
 def _setting(text: str, *, has_machine: bool) -> Setting:
     recipe, _, rest = text.partition("@")
     load, _, machine = rest.partition("@") if has_machine else (rest, "", "")
-    if machine and machine not in MACHINES:
+    if machine and machine.removesuffix(PAGES) not in MACHINES:
         raise ConfigError(f"--cells has {text!r}: the machine must be of: {', '.join(MACHINES)}")
     if recipe not in RECIPES:
         raise ConfigError(f"--cells has {text!r}: the recipe must be of: {', '.join(RECIPES)}")

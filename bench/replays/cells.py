@@ -35,6 +35,7 @@ SWAPPING = "corun:swapper=1"
 MEMORY = (*MEMORY_POLICIES, TIED, SWAPPING, *LIBRA_VARIANTS)
 SPLIT = "static-split"
 _SPLIT_SHARE = 0.2  # of memory, for adapters
+PAGES = "-pages"  # ends the name of a machine that is to have pages as on CUDA
 ACCURACY = 0.8  # of the oracle
 
 
@@ -99,7 +100,9 @@ def machine_of(recipe: str) -> SimulatedMachine:
 def _machine(cell: Cell) -> SimulatedMachine:
     if cell.machine is None:
         return machine_of(cell.recipe)
-    return configure.machine_of(cell.machine, cell.recipe, EngineConfig(model=cell.machine), frozenset())
+    name = cell.machine.removesuffix(PAGES)
+    machine = configure.machine_of(name, cell.recipe, EngineConfig(model=name), frozenset())
+    return machine if name == cell.machine else replace(machine, has_pages=True)
 
 
 def run_cell(cell: Cell, traces: Path | None) -> Figures:

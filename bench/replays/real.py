@@ -133,6 +133,7 @@ def make_column(
         block_size=_BLOCK_SIZE,
         max_num_batched_tokens=_MAX_BATCHED_TOKENS,
         max_num_seqs=_MAX_SEQS,
+        has_pages=False,
     )
     reached = Pressure(
         pressure.name, pressure.load_over_prefill, adapter_bytes / memory_bytes, kv_bytes / memory_bytes

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from replays.cells import ACCURACY, POLICIES, predictor_name
+from replays.cells import ACCURACY, PAGES, POLICIES, predictor_name
 
 DEFAULT_POLICIES = ("corun", "slora", "fcfs", "chameleon")
 # Loads of these are shares of what is served when requests never stop coming, those of the others
@@ -53,6 +53,13 @@ WITH_WORKERS = (
 )
 # For KV of conversations that has left the device.
 HOST_KV_GIB: Mapping[str, int] = {"mooncake-16": 512, "mooncake-8": 512}
+# One pool of pages against a split of it.
+ZIPF_PAGES = Setting("zipf", 8.0, machine=f"a40-llama8b{PAGES}")
+WITH_PAGES = (
+    ZIPF_PAGES,
+    Setting("gentd26", 6.0, machine=f"a40-llama8b{PAGES}"),
+    Setting("mooncake-8", 1.2, machine=f"a40-llama7b{PAGES}"),
+)
 MOONCAKE = tuple(Setting("mooncake-8", rate_rps) for rate_rps in (1.2, 1.4, 1.55))
 # 1.0 and 1.4 of what ``lru`` serves if requests never stop coming: 1.46 and 2.85 requests/s.
 LIBRA = (
@@ -69,6 +76,7 @@ FULL_MEMORY_SETTINGS = (
     *WITH_WORKERS,
     Setting("mooncake-16", 2.2),
     *MOONCAKE,
+    *WITH_PAGES,
 )
 DEFAULT_MEMORY_POLICIES = ("corun", "lru", "discard-idle", "slora", "static-split")
 

@@ -16,8 +16,10 @@ from replays.settings import (
     LIBRA,
     MOONCAKE,
     START,
+    WITH_PAGES,
     WITH_WORKERS,
     ZIPF,
+    ZIPF_PAGES,
     ZIPF_SLOW,
     Setting,
 )
@@ -124,9 +126,14 @@ def ratio(results: Results, setting: Setting, policy: str, other: str, metric: s
 
 
 def memory_bounds() -> list[Bound]:
-    """Those between ``corun`` and another memory policy, and of ``libra`` over ``lru``."""
+    """Those of ``corun``, of ``libra`` over ``lru``, and of one pool over a split."""
     bounds = []
     for setting in FULL_MEMORY_SETTINGS:
+        if setting in WITH_PAGES:
+            for metric, on_zipf in (("mean", 0.85), ("P99", 0.7)):
+                most = on_zipf if setting == ZIPF_PAGES else 1.0
+                bounds.append(Bound(setting, "lru", SPLIT, metric, most, is_lower=False))
+            continue
         if setting in WITH_WORKERS:
             bounds.append(
                 Bound(setting, "corun", "discard-idle", "link bytes", _MAX_LINK_SHARE, is_lower=False)

@@ -34,7 +34,8 @@ class SimulatedMachine:
     separate_assisted_rows: bool = False  # they have a pass of their own
     loads_between_steps: bool = False
     max_rank: int | None = None  # largest measured rank; None = times are set by hand
-    has_pages: bool = False  # KV and adapters have pages of one block, as on CUDA
+    # KV and adapters have pages of one block, as on CUDA; False: only bytes count, as on the CPU.
+    has_pages: bool = True
 
     @property
     def num_blocks(self) -> int:

@@ -51,6 +51,7 @@ MACHINE = SimulatedMachine(
     block_size=4,
     max_num_batched_tokens=16,
     max_num_seqs=8,
+    has_pages=False,
 )
 # Two layers, each copied by itself.
 FACTS = AdapterFacts(

@@ -1,4 +1,9 @@
-"""Machines of papers, as data: every figure has its source or was set by hand."""
+"""Machines of papers, as data: every figure has its source or was set by hand.
+
+Machines with an engine of a paper have no pages of blocks: S-LoRA, which those engines descend
+from, has pages of one vector, so that no adapter needs adjacent ones and bytes are all that counts.
+Machines with corun's engine (``_card``) have pages as on CUDA.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -49,6 +54,7 @@ def _a40(
         adapter_bytes_per_rank=adapter_bytes_per_rank,
         group_targets=group_targets,
         file_bytes_per_s=2e9,  # by hand: an NVMe disk
+        has_pages=False,
     )
 
 
@@ -162,7 +168,6 @@ def _card(
         file_bytes_per_s=2e9,
         max_num_batched_tokens=2048,
         separate_assisted_rows=True,
-        has_pages=True,
     )
 
 
@@ -215,6 +220,7 @@ def _a100(name: str, shape: LlamaShape, *, is_padded: bool, memory_gb: int = 80)
         max_num_batched_tokens=2048,  # by hand
         max_num_seqs=64,  # Toppings, section 2.3
         mix_decode_with_prefill=False,
+        has_pages=False,
     )
 
 
@@ -230,6 +236,7 @@ def _tp4(name: str, shape: LlamaShape, kernels: str, memory_bytes: int) -> Simul
         file_bytes_per_s=2e9,  # by hand: an NVMe disk
         max_num_batched_tokens=2048,  # by hand, as the next
         max_num_seqs=96,
+        has_pages=False,
     )
 
 

@@ -218,6 +218,7 @@ _ONE_BILLION = SimulatedMachine(
     group_targets=(3, 1, 2, 1),
     file_bytes_per_s=1e9,
     max_num_seqs=8,
+    has_pages=False,
 )
 
 
