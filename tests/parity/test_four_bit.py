@@ -48,7 +48,10 @@ def test_float32(architecture: str, options: dict[str, Any], tmp_path: Path) -> 
     [
         ("auto", "llama3-rope", {}),
         ("float16", "llama3-rope", {}),
-        ("auto", "gpt2", {"transposed": True, "skipped": ("lm_head", "wte", "wpe")}),
+        pytest.param(
+            *("auto", "gpt2", {"transposed": True, "skipped": ("lm_head", "wte", "wpe")}),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_half_types(dtype: str, architecture: str, options: dict[str, Any], tmp_path: Path) -> None:

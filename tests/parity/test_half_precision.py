@@ -56,9 +56,7 @@ def check(architecture: str, dtype: torch.dtype, seed: int, path: Path, **option
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize(
-    "architecture", [*mostly("llama3-rope", "gemma3", "phi3", "cohere", "gpt-neox", "mixtral"), "gpt2"]
-)
+@pytest.mark.parametrize("architecture", [*mostly("llama3-rope", "gemma3", "gpt-neox", "mixtral"), "gpt2"])
 def test_error_is_that_of_bfloat16(architecture: str, where: str, tmp_path: Path) -> None:
     check(architecture, torch.bfloat16, 3, tmp_path, **ON_DEVICE[where])
 
@@ -77,7 +75,7 @@ def test_error_is_that_of_the_type_with_torch_alone(architecture: str, tmp_path:
     check(architecture, torch.bfloat16, 3, tmp_path, **PLAIN)
 
 
-@pytest.mark.parametrize("architecture", [*mostly("llama3-rope", "gemma2", "mixtral"), "gpt2"])
+@pytest.mark.parametrize("architecture", [*mostly("llama3-rope", "mixtral"), "gpt2"])
 def test_error_over_weights_of_8_bits(architecture: str, tmp_path: Path) -> None:
     """Compared with PEFT over the dequantised weights, with deltas of unrounded activations."""
     check(architecture, torch.bfloat16, 3, tmp_path, quantization="int8")

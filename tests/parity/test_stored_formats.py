@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=7, logprobs=MAX_LOGPROBS, igno
         pytest.param("llama3-rope", "compressed int8", marks=pytest.mark.full),
         ("qwen3", "compressed int4"),
         pytest.param("llama3-rope", "awq", marks=pytest.mark.full),
-        ("llama3-rope", "compressed mxfp4"),
+        pytest.param("llama3-rope", "compressed mxfp4", marks=pytest.mark.full),
         pytest.param("llama3-rope", "bitsandbytes int8", marks=pytest.mark.full),
         ("qwen3_moe", "gptq act-order"),  # experts are read in full
         ("gpt_oss", "mxfp4"),
