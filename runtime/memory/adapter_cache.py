@@ -12,9 +12,8 @@ from ..plan import BASE_ADAPTER, AdapterId
 from .adapter_log import AdapterLog, EvictionReason
 from .block_pool import MemoryBudget
 from .pages import Pages
-from .policies.facts import RankingPolicy
 from .policies.lru import LruPolicy
-from .policies.policy import MemoryItem
+from .policies.policy import MemoryItem, RankingPolicy
 
 _OWNER = "adapters"
 

@@ -26,14 +26,12 @@ class RunningRequests(Protocol):
 
     def __len__(self) -> int:
         """Return their number."""
-        ...
 
     def num_growth_blocks(self, newcomer: Request | None = None, num_found_blocks: int = 0) -> int:
         """Return how many more blocks they are predicted to need at the same time.
 
         ``newcomer``: runs with them, and has found ``num_found_blocks``.
         """
-        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -10,7 +10,7 @@ from .device_memory import DeviceMemory
 from .host_cache import HostCache
 from .kv_tree import KvTree
 from .pages import Pages
-from .policies.facts import MemoryFacts, RankingPolicy
+from .policies.policy import MemoryFacts, RankingPolicy
 from .policies.registry import make_memory_policy
 from .reload_cost import PolicyInputs, ReloadCosts
 from .transfers import TransferTable

@@ -31,7 +31,7 @@ class PrefillTimes(Protocol):
 
 
 class ReloadCosts:
-    """Reload cost of an item; see ``policies.facts.MemoryFacts.reload_cost_s``."""
+    """Reload cost of an item; see ``policies.policy.MemoryFacts.reload_cost_s``."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class ReuseShare:
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """Set by the memory, read by its policy; see ``policies.facts.MemoryFacts``."""
+    """Set by the memory, read by its policy; see ``policies.policy.MemoryFacts``."""
 
     costs: ReloadCosts
     batch_size: RecentMean = field(default_factory=RecentMean)

@@ -13,7 +13,7 @@ from .adapter_cache import DeviceCopy
 from .block_pool import BlockPool
 from .grant import Need, Verdict
 from .kv_tree import KvNode, KvTree
-from .policies.facts import RankingPolicy
+from .policies.policy import RankingPolicy
 from .prefix_cache import HostSlots, PrefixCache
 from .reload_cost import ReloadCosts
 from .room import RoomMaker

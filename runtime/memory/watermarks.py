@@ -20,7 +20,7 @@ from .adapter_cache import AdapterCache, AdapterState, DeviceCopy
 from .block_pool import BlockPool
 from .kv_tree import KvNode
 from .loads import AdapterLoads
-from .policies.facts import SwappingPolicy
+from .policies.policy import SwappingPolicy
 from .prefix_cache import PrefixCache
 from .room import RoomMaker
 from .swapper import KvSwapper

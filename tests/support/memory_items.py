@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from corun.runtime.memory.policies.facts import MemoryFacts
-from corun.runtime.memory.policies.policy import MemoryItem
+from corun.runtime.memory.policies.policy import MemoryFacts, MemoryItem
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -6,7 +6,7 @@ not keep idle adapters, so kept KV is always without its adapter.
 
 from collections.abc import Mapping
 
-from ..policies.facts import MemoryRules
+from ..policies.policy import MemoryRules
 
 BASELINES: Mapping[str, MemoryRules] = {
     "static-split": MemoryRules(is_split=True, ties_kv_to_adapter=False),

@@ -7,9 +7,8 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...policy_text import check_options
-from ..policies.facts import MemoryFacts, MemoryRules
 from ..policies.lru import LruPolicy
-from ..policies.policy import MemoryItem
+from ..policies.policy import MemoryFacts, MemoryItem, MemoryRules
 from .item_table import ItemTable
 
 _PRINTED_WEIGHTS = {"frequency": 0.45, "recency": 0.10, "size": 0.45}

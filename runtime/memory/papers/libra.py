@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...policy_text import check_switches
-from ..policies.facts import MemoryFacts, MemoryRules, RankingPolicy, SwappingPolicy, Watermarks
-from ..policies.policy import MemoryItem
+from ..policies.policy import MemoryFacts, MemoryItem, MemoryRules, RankingPolicy, SwappingPolicy, Watermarks
 from .item_table import ItemTable
 
 _FIRST_REUSE_AGE_S = 600.0
@@ -43,7 +42,6 @@ class MeasuringPolicy(SwappingPolicy, Protocol):
 
     def worth(self, item: MemoryItem) -> float:
         """Return a value that orders offered items of one kind as ``victims`` does."""
-        ...
 
 
 class RankedAhead:

@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .facts import MemoryFacts, MemoryRules, Watermarks
-from .policy import MemoryItem
+from .policy import MemoryFacts, MemoryItem, MemoryRules, Watermarks
 from .ranked_heap import RankedHeap
 
 DECAY_ARRIVALS = 1000.0  # in which a visit fades to 1/e

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from .facts import MemoryRules
-from .policy import MemoryItem
+from .policy import MemoryItem, MemoryRules
 from .ranked_heap import RankedHeap
 
 

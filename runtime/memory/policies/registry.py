@@ -5,8 +5,8 @@ from functools import partial
 
 from ...policy_text import check_options, check_switches, parse_policy
 from .corun import CorunMemoryPolicy
-from .facts import MemoryFacts, RankingPolicy
 from .lru import LruPolicy
+from .policy import MemoryFacts, RankingPolicy
 
 _SPLITS = "static-split"
 MEMORY_POLICIES = ("corun", "lru", "chameleon", "libra", _SPLITS, "discard-idle", "slora")

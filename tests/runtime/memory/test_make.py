@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from corun.runtime.errors import ConfigError, ResourceError
 from corun.runtime.memory.make import MemorySizes, make_device_memory
-from corun.runtime.memory.policies.facts import MemoryFacts, MemoryRules
 from corun.runtime.memory.policies.lru import LruPolicy
+from corun.runtime.memory.policies.policy import MemoryFacts, MemoryRules
 from corun.runtime.memory.reload_cost import ReloadCosts
 from corun.runtime.scheduler.step_times import LearnedTimes
 

@@ -4,8 +4,8 @@ import pytest
 from corun.profiles.models import LinkModel
 from corun.runtime.memory.adapter_cache import AdapterState, DeviceCopy
 from corun.runtime.memory.kv_tree import KvNode
-from corun.runtime.memory.policies.facts import MemoryFacts, RankingPolicy
 from corun.runtime.memory.policies.lru import LruPolicy
+from corun.runtime.memory.policies.policy import MemoryFacts, RankingPolicy
 from corun.runtime.memory.reload_cost import RecentMean, ReloadCosts, ReuseShare
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, HostSlot
 from support.kept_prefixes import NAMESPACE, keep

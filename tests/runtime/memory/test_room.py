@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import pytest
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.device_memory import DeviceMemory
-from corun.runtime.memory.policies.facts import MemoryRules
 from corun.runtime.memory.policies.lru import LruPolicy
-from corun.runtime.memory.policies.policy import MemoryItem
+from corun.runtime.memory.policies.policy import MemoryItem, MemoryRules
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES, splits_memory
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, TransferResult
 from support.kept_prefixes import keep, load, num_found

@@ -8,8 +8,7 @@ import weakref
 import hypothesis.strategies as st
 import pytest
 from corun.runtime.errors import ConfigError
-from corun.runtime.memory.policies.facts import RankingPolicy
-from corun.runtime.memory.policies.policy import MemoryItem
+from corun.runtime.memory.policies.policy import MemoryItem, RankingPolicy
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES, make_memory_policy
 from hypothesis import given, settings
 from support.memory_items import Item, facts_of

@@ -1,8 +1,8 @@
 """The order of last visits, with and without idle adapters."""
 
 import pytest
-from corun.runtime.memory.policies.facts import MemoryRules
 from corun.runtime.memory.policies.lru import LruPolicy
+from corun.runtime.memory.policies.policy import MemoryRules
 from support.memory_items import Item
 
 KEEPS = MemoryRules()
