@@ -55,7 +55,7 @@ class Team(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobModel:
-    """How long workers take for a job, in seconds: the one function of planner, executor and simulator.
+    """How long workers take for a job, in seconds, for planner, executor and simulator.
 
     A member takes ``call_s``, the larger of reading its values of A and B and multiplying them with
     its tokens, and the time of x and y. A *width* is the number of values of A and B for each rank.

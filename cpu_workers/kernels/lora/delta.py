@@ -42,7 +42,8 @@ SCRATCH_BYTES = 4 * MAX_BLOCK_TOKENS * MAX_TARGETS * MAX_RANK
 def wide_bytes(padded_in: int) -> int:
     """Bytes of a block of rows of x in float32, each one line longer: see ``store_delta``.
 
-    Widths are often multiples of a page, and rows at such a distance share a set of the first-level cache.
+    Widths are often multiples of a page, and rows at such a distance share a set of the first
+    cache level.
     """
     return MAX_BLOCK_TOKENS * (4 * padded_in + VECTOR_BYTES)
 
