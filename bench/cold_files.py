@@ -5,7 +5,11 @@ adapter; before each timed run another adapter replaces it. Two strategies are c
 planner, which starts the request while its adapter is being read and copied, and ``async_load``,
 which waits for the whole adapter. The planner against itself is the control. The last line is JSON.
 
+With --first-use the adapters of ten ranks, whose values nothing has read, are in the page cache.
+Their first requests over HTTP are compared with warm ones, --pairs times with copies.
+
     python bench/cold_files.py [--disk-mb-per-s 100] [--profile PROFILE]
+    python bench/cold_files.py --first-use --prompt-tokens 32 [--pairs 3] [--profile PROFILE]
 """
 
 import argparse
@@ -19,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cold import first_use
 from cold.rig import PLANNER, Rig, engine_and_worker_cpus, make_config, start_rig, with_measured_profile
 from cold.workload import SIZES, adapter_name, make_adapters
 from corun.runtime.adapters.checkpoint import Checkpoint
@@ -37,6 +42,11 @@ def main() -> None:
     options = _options()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(level=options.log_level.upper())
+    if options.first_use:
+        with tempfile.TemporaryDirectory() as name:
+            figures, bounds = first_use.measure(Path(name), options)
+        report("first_use", {key: str(value) for key, value in vars(options).items()}, figures, bounds)
+        return
     cpus = engine_and_worker_cpus()
     size = SIZES[options.size]
     with tempfile.TemporaryDirectory() as name:
@@ -77,6 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--link-mb-per-s", type=float, default=100.0)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--first-use", action="store_true", help="measure first uses over HTTP")
     parser.add_argument("--profile", type=Path, help="profile of this model, saved by corun profile")
     parser.add_argument("--keep-profile", type=Path, help="where to save the measured profile")
     parser.add_argument("--log-level", default="warning")

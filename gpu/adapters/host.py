@@ -19,14 +19,14 @@ from ..lora.factors import ReadBase
 from ..lora.matrix_layout import PACKED
 from .arrival import AdapterLoad, Copied, InPlace
 from .copier import AdapterCopier, DeviceLayout, DevicePages
-from .store import AdapterStore, MakeRoom, OpenSource
+from .store import AdapterStore, MakeRoom, OpenSource, StoredFacts
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAdapter:
-    """Facts of an adapter once it has been read and checked."""
+    """Facts of an adapter once it has been read and checked, or begun."""
 
-    digest: str
+    digest: str  # as in ``StoredFacts``
     rank: int  # the largest of its targets
     num_bytes: int  # on the device
     host_bytes: tuple[int, ...]  # in the arena, by layer that it has, in whole pages
@@ -115,7 +115,6 @@ class HostAdapters:
         """
         adapter, plans = self.store.outline(path)
         host_bytes = extent_sizes([plan.spec for plan in plans])
-        self._check_arena(host_bytes)
         num_bytes, _ = self._device_bytes(path, plans, host_bytes, (0,) * self._num_layers)
         return adapter.max_rank, num_bytes, adapter.left_out
 
@@ -124,7 +123,18 @@ class HostAdapters:
 
         Raises ``AdapterError`` naming what is wrong.
         """
-        facts = self.store.register(path, partial(self._make_room, make_room))
+        return self._facts(path, self.store.register(path, partial(self._make_room, make_room)))
+
+    def begin(self, path: AdapterPath) -> RegisteredAdapter | None:
+        """Register an adapter whose values are read and checked by its first load.
+
+        None if it must be read before. Raises ``AdapterError`` naming what is wrong.
+        """
+        facts = None if self._copier is None else self.store.begin(path)
+        return None if facts is None else self._facts(path, facts)
+
+    def _facts(self, path: AdapterPath, facts: StoredFacts) -> RegisteredAdapter:
+        """The facts of an adapter for the engine. Raises ``AdapterError`` if it can never fit."""
         layer_bytes, rank_sums = self._layers_of(facts.plans)
         group_of_layer = tuple(self._group_layers(layer_bytes))
         try:
@@ -211,6 +221,7 @@ class HostAdapters:
         """
         if self._copier is None:
             return sum(host_bytes), None
+        self._check_arena(host_bytes)
         placement = self._copier.place(plans, group_of_layer)
         pages_bytes = self._copier.pages_bytes
         if pages_bytes is not None and placement.num_bytes > pages_bytes:

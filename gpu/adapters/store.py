@@ -6,16 +6,25 @@ it. Knows nothing of requests or of the device.
 """
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ...runtime.adapters.digest import ContentDigest
-from ...runtime.adapters.resolved import AdapterPath, AdapterReader, RawTensor, ResolvedAdapter, TakeTensor
-from ...runtime.errors import AdapterUnavailableError, CorunError, ResourceError
+from ...runtime.adapters.resolved import (
+    AdapterPath,
+    AdapterReader,
+    FileHeader,
+    RawTensor,
+    ResolvedAdapter,
+    TakeTensor,
+)
+from ...runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
 from ...runtime.plan import HostPlace, HostPlaceId
 from ...shm.arena import ArenaEntry, HostArena, extent_sizes
 from ...shm.errors import ShmError
@@ -29,13 +38,23 @@ class AdapterReading:
     """Reads one adapter, layer by layer. ``run`` must be called, and ends it."""
 
     def __init__(
-        self, source: AdapterReader, writer: RegionWriter, arena: HostArena, entry: ArenaEntry
+        self,
+        source: AdapterReader,
+        writer: RegionWriter,
+        arena: HostArena,
+        entry: ArenaEntry,
+        on_read: Callable[[ContentDigest | CorunError], None],
     ) -> None:
-        """Takes ownership of ``source`` and of the filler's reference to ``entry``."""
+        """Takes ownership of ``source`` and of the filler's reference to ``entry``.
+
+        ``on_read`` is called once: with the digest before the last regions may be used, or with
+        the error.
+        """
         self._source = source
         self._writer = writer
         self._arena = arena
         self._entry = entry
+        self._on_read = on_read
         self._region_ends = _region_ends([region.layer for region in entry.regions])
         self._is_wanted = True
         self._num_regions = 0
@@ -80,7 +99,10 @@ class AdapterReading:
         try:
             with self._source:
                 for layer in self._source.read_layers(take):
-                    self._advance(self._region_ends[layer], time.monotonic() - begin_s)
+                    num_regions = self._region_ends[layer]
+                    if num_regions == len(self._entry.regions):
+                        self._on_read(self._source.digest)
+                    self._advance(num_regions, time.monotonic() - begin_s)
                     on_layer()  # may read files of other adapters
                     begin_s = time.monotonic()
                 assert not self._writer.missing, self._writer.missing
@@ -112,6 +134,8 @@ class AdapterReading:
     def _end(self, error: CorunError | None) -> None:
         """Release the filler's reference, and wake all waiting threads."""
         self._arena.release(self._entry)
+        if error is not None:
+            self._on_read(error)
         with self._changed:
             self._error = error
             self._is_over = True
@@ -125,15 +149,18 @@ def _region_ends(layers: Sequence[int]) -> dict[int, int]:
 
 # Opens a PEFT directory, or those of a mix; raises ``AdapterError``.
 OpenSource = Callable[[AdapterPath], AdapterReader]
+# Called with the digest of an adapter whose values had not been read, and with that of its content,
+# hexadecimal, or with the error. By the thread that reads.
+OnFirstRead = Callable[[str, str | AdapterError], None]
 # Returns a place for an adapter with these bytes per layer, in whole pages; None = no room.
 MakeRoom = Callable[[Sequence[int]], HostPlace | None]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFacts:
-    """Facts of an adapter once it has been read."""
+    """Facts of an adapter once it has been read, or begun."""
 
-    digest: str
+    digest: str  # of its content; begun: stands for it
     rank: int  # the largest of its targets
     plans: tuple[GroupPlan, ...]
     host_bytes: tuple[int, ...]  # in the arena, by layer
@@ -212,7 +239,9 @@ class AdapterStore:
         self._open = open_source
         self._memory = device.register(arena.segment.pages, name="adapters")
         self._bytes: torch.Tensor | None = self._memory.tensor(0, (arena.segment.num_bytes,), torch.uint8)
-        self._contents: dict[str, ContentDigest] = {}  # of registered adapters, by name
+        self._contents: dict[str, ContentDigest] = {}  # of adapters that were read
+        self._headers: dict[str, FileHeader] = {}  # of adapters that no load has read yet
+        self.on_first_read: OnFirstRead = lambda digest, end: None
 
     def outline(self, path: AdapterPath) -> tuple[ResolvedAdapter, tuple[GroupPlan, ...]]:
         """The facts of its header, and its regions. Raises ``AdapterError``."""
@@ -240,8 +269,24 @@ class AdapterStore:
                 digest.hexadecimal, adapter.max_rank, plans, host_bytes, adapter.left_out, entry is not None
             )
 
+    def begin(self, path: AdapterPath) -> StoredFacts | None:
+        """Check all of an adapter but its values, which its first load reads and checks.
+
+        None if values are needed before. Raises ``AdapterError``.
+        """
+        with self._open(path) as source:
+            header = source.begin()
+            if header is None:
+                return None
+            plans = self.layout.plan(source.adapter)
+            host_bytes = tuple(extent_sizes([plan.spec for plan in plans]))
+            digest = secrets.token_hex(32)
+            self._headers[digest] = header
+            rank, left_out = source.adapter.max_rank, source.adapter.left_out
+            return StoredFacts(digest, rank, plans, host_bytes, left_out, is_kept=False)
+
     def fetch(self, digest: str, path: AdapterPath, place: HostPlace) -> HostAdapter:
-        """Refer to the registered adapter with this content.
+        """Refer to the adapter that was registered or begun with this digest.
 
         If its place is not filled the caller must fill it with ``HostAdapter.read``. Raises
         ``AdapterError`` if the files have changed, ``ResourceError`` if the machine has too little
@@ -249,7 +294,11 @@ class AdapterStore:
         """
         if place.is_filled:
             return HostAdapter(self._arena, self._arena.acquire(place.place_id), self._whole)
-        return self._read_again(digest, path, place)
+        try:
+            return self._read_again(digest, path, place)
+        except AdapterError as error:
+            self._end_first_read(digest, error)
+            raise
 
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
         """Remove adapters from the arena."""
@@ -258,6 +307,7 @@ class AdapterStore:
     def remove_content(self, digest: str) -> None:
         """Remove what is stored for this content; it is not fetched again."""
         self._contents.pop(digest, None)
+        self._headers.pop(digest, None)
 
     def close(self) -> None:
         """Release the arena; no operation may use it any more. Idempotent.
@@ -276,7 +326,11 @@ class AdapterStore:
     def _read_again(self, digest: str, path: AdapterPath, place: HostPlace) -> HostAdapter:
         source = self._open(path)
         try:
-            source.expect(self._contents[digest])
+            header = self._headers.get(digest)
+            if header is None:
+                source.expect(self._contents[digest])
+            else:
+                source.resume(header)
             plans = self.layout.plan(source.adapter)
             specs = [plan.spec for plan in plans]
             entry = self._arena.place(place.place_id, place.extents, specs)
@@ -286,8 +340,20 @@ class AdapterStore:
                 raise ResourceError(f"{path}: {error}") from error
             raise
         writer = self.layout.writer(plans, self._parts(entry))
-        reading = AdapterReading(source, writer, self._arena, entry)
+        on_read = partial(self._end_first_read, digest)
+        reading = AdapterReading(source, writer, self._arena, entry, on_read)
         return HostAdapter(self._arena, self._arena.acquire(place.place_id), self._whole, reading)
+
+    def _end_first_read(self, digest: str, end: ContentDigest | CorunError) -> None:
+        """A load has read the files; tells the first time. They are read again after other errors."""
+        if digest not in self._headers:
+            return
+        if isinstance(end, ContentDigest):
+            self._contents[digest] = end
+            del self._headers[digest]
+            self.on_first_read(digest, end.hexadecimal)
+        elif isinstance(end, AdapterError):
+            self.on_first_read(digest, end)
 
     def _place(self, plans: Sequence[GroupPlan], place: HostPlace | None) -> ArenaEntry | None:
         """The place of a registered adapter; None if there is no room for it."""

@@ -40,6 +40,12 @@ class GroupPlan:
     rows: tuple[TargetRows | None, ...] = ()  # likewise: rows of tokens of its own
 
     @property
+    def tensor_names(self) -> list[str]:
+        """Names of the tensors that are written to the region."""
+        of_loras = [raw.name for lora in self.loras if lora is not None for raw in lora.tensors]
+        return of_loras + [run.tensor.name for own in self.rows if own is not None for run in own.runs]
+
+    @property
     def spec(self) -> RegionSpec:
         """The specification of the region for the arena."""
         return RegionSpec(*self.key, self.region.num_bytes)
@@ -109,14 +115,20 @@ class AdapterLayout:
 
     def writer(self, plans: Sequence[GroupPlan], parts: Sequence[torch.Tensor]) -> "RegionWriter":
         """A writer of regions. ``parts``: the bytes of each plan's region, uint8."""
-        places: dict[str, WriteMatrix] = {}
-        makers: dict[str, FactorMaker] = {}
-        for plan, part in zip(plans, parts, strict=True):
-            write_header(plan.region, part.numpy().data)
-            self._places_of(plan, part, places)
-            self._row_places_of(plan, part, places)
-            self._makers_of(plan, part, makers)
-        return RegionWriter(self, places, makers)
+        return RegionWriter(self, plans, parts)
+
+    def prepare(
+        self,
+        plan: GroupPlan,
+        part: torch.Tensor,
+        places: dict[str, WriteMatrix],
+        makers: dict[str, FactorMaker],
+    ) -> None:
+        """Write a region's header, and add its ``places`` and ``makers``; see ``RegionWriter``."""
+        write_header(plan.region, part.numpy().data)
+        self._places_of(plan, part, places)
+        self._row_places_of(plan, part, places)
+        self._makers_of(plan, part, makers)
 
     def check(self, raw: RawTensor, data: memoryview) -> None:
         """Check everything that the writer checks, without writing."""
@@ -247,15 +259,19 @@ class RegionWriter:
     """Writes an adapter's tensors to their places in regions, in any order."""
 
     def __init__(
-        self, layout: AdapterLayout, places: dict[str, WriteMatrix], makers: dict[str, FactorMaker]
+        self, layout: AdapterLayout, plans: Sequence[GroupPlan], parts: Sequence[torch.Tensor]
     ) -> None:
-        """``places``: by tensor name what writes the bits of its matrix.
-
-        ``makers``: by the names of all tensors of targets with factors.
-        """
+        """See ``AdapterLayout.writer``. A region is prepared with its first tensor."""
         self._layout = layout
-        self._places = places
-        self._makers = makers
+        self._regions = list(zip(plans, parts, strict=True))
+        self._region_of = {
+            name: number for number, plan in enumerate(plans) for name in plan.tensor_names
+        }  # of tensors of regions that are not prepared
+        self._places: dict[str, WriteMatrix] = {}  # by tensor name what writes the bits of its matrix
+        self._makers: dict[str, FactorMaker] = {}  # by the names of all tensors of targets with factors
+        for plan, part in self._regions:
+            if not plan.tensor_names:
+                layout.prepare(plan, part, self._places, self._makers)
 
     def write(self, raw: RawTensor, data: memoryview) -> None:
         """Check, convert and write one tensor.
@@ -263,6 +279,11 @@ class RegionWriter:
         Raises ``AdapterError`` naming it if a value is not finite, or overflows the type, or if a
         factor cannot be made.
         """
+        if raw.name in self._region_of:
+            plan, part = self._regions[self._region_of[raw.name]]
+            self._layout.prepare(plan, part, self._places, self._makers)
+            for name in plan.tensor_names:
+                del self._region_of[name]
         tensor = self._layout.convert(raw, data)
         maker = self._makers.pop(raw.name, None)
         if maker is not None:
@@ -274,4 +295,4 @@ class RegionWriter:
     @property
     def missing(self) -> list[str]:
         """Tensors that have not been written."""
-        return sorted({*self._places, *self._makers})
+        return sorted({*self._region_of, *self._places, *self._makers})

@@ -208,7 +208,7 @@ class Checkpoint:
 
         Tensors read before may then belong to two different contents.
         """
-        before, after = self._stamp, self._read_stamp()
+        before, after = self.stamp, self._read_stamp()
         if after != before:
             raise self._changed(f"{before[0]} bytes, then {after[0]}")
 
@@ -222,8 +222,8 @@ class Checkpoint:
         self.close()
 
     def _open(self, max_tensor_bytes: int) -> None:
-        self._stamp = self._read_stamp()
-        num_bytes, max_bytes = self._stamp[0], max_tensor_bytes + MAX_HEADER_BYTES
+        self.stamp = self._read_stamp()  # bytes, time of the last change in ns, inode
+        num_bytes, max_bytes = self.stamp[0], max_tensor_bytes + MAX_HEADER_BYTES
         if num_bytes > max_bytes:
             raise AdapterError(
                 f"{self.path} has {num_bytes} bytes, more than the {max_bytes} that an adapter of "
@@ -285,12 +285,12 @@ class Checkpoint:
     def _folder(self) -> str:
         return str(self.path.parent)
 
-    def _read_stamp(self) -> tuple[int, int]:
+    def _read_stamp(self) -> tuple[int, int, int]:
         try:
             status = FILES.call(lambda _: os.fstat(self._file.fileno()), self._folder)
         except OSError as error:
             raise self._unreadable(error) from error
-        return status.st_size, status.st_mtime_ns
+        return status.st_size, status.st_mtime_ns, status.st_ino
 
     def _changed(self, how: str) -> AdapterError:
         return AdapterError(

@@ -1,6 +1,6 @@
 """Opens a PEFT directory for one model: first its header, then its tensors layer by layer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from .folder_files import OWN_FILES, AdapterRoots
 from .lora_spec import LoraSpec
 from .peft_config import read_peft_config
 from .resolve import ResolveError, max_tensor_bytes, resolve_adapter
-from .resolved import BaseWeights, RawTensor, ResolvedAdapter, SavedWeight, TakeTensor
+from .resolved import BaseWeights, FileHeader, RawTensor, ResolvedAdapter, SavedWeight, TakeTensor
 from .target_map import TargetMap
 from .tensor_names import SAVED_MODULES_REASON
 from .token_rows import Spans, spans_beside, with_kept
@@ -63,13 +63,25 @@ class OpenAdapter:
             raise self._changed()
         self._kept = dict(digest.kept)
 
+    def begin(self) -> FileHeader | None:
+        """See ``resolved.AdapterReader``."""
+        needs_values = self.outline.saved or self.outline.rows
+        return None if needs_values else (self._head, self._checkpoint.stamp)
+
+    def resume(self, header: FileHeader) -> None:
+        """See ``resolved.AdapterReader``."""
+        if self.begin() != header:
+            raise self._changed()
+
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
         """Pass the tensors to ``take`` by layers, within a layer in the order of their names.
 
-        A layer is yielded when it is complete and, after ``expect``, has been verified.
+        A layer is yielded when it is complete and, after ``expect``, has been verified. Without
+        ``expect`` the last one is yielded once the file is known not to have changed meanwhile.
         """
         digests: list[bytes] = []
-        for index, (layer, tensors) in enumerate(self._tensors_by_layer().items()):
+        by_layer = self._tensors_by_layer()
+        for index, (layer, tensors) in enumerate(by_layer.items(), start=1):
             digest = LayerDigest()
             for tensor, data in self._checkpoint.read(tensors):
                 digest.add(data)
@@ -77,13 +89,11 @@ class OpenAdapter:
                     take(tensor, data)
             digests.append(digest.digest())
             # Writes to the file meanwhile do not matter while the content is the same.
-            if self._expected is not None and digests[index] != self._expected.layers[index]:
+            if self._expected is not None and digests[-1] != self._expected.layers[index - 1]:
                 raise self._changed()
+            if index == len(by_layer):
+                self._end(digests)
             yield layer
-        if self._expected is None:
-            self._checkpoint.check_unchanged()
-        assert self._kept is not None
-        self._digest = ContentDigest(self._head, tuple(digests), kept=tuple(sorted(self._kept.items())))
 
     def close(self) -> None:
         self._checkpoint.close()
@@ -150,6 +160,13 @@ class OpenAdapter:
             yield
         except AdapterError as error:
             raise AdapterError(f"{self._checkpoint.path.parent}: {error}") from error
+
+    def _end(self, digests: Sequence[bytes]) -> None:
+        """All layers have been read, with these digests."""
+        if self._expected is None:
+            self._checkpoint.check_unchanged()
+        assert self._kept is not None
+        self._digest = ContentDigest(self._head, tuple(digests), kept=tuple(sorted(self._kept.items())))
 
     def _tensors_by_layer(self) -> dict[int, list[RawTensor]]:
         """Return tensors by layer, ascending, not by name (layers.10 sorts before layers.2)."""

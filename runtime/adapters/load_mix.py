@@ -15,7 +15,7 @@ from ..errors import AdapterError
 from .base_names import full_name_in
 from .digest import ContentDigest, digest_head
 from .load import OpenAdapter
-from .resolved import MixSource, RawTensor, ResolvedAdapter, TakeTensor, TargetLora
+from .resolved import FileHeader, MixSource, RawTensor, ResolvedAdapter, TakeTensor, TargetLora
 from .values import float32_of
 
 _FLOAT32_BYTES = 4
@@ -43,6 +43,13 @@ class OpenMix:
         """See ``AdapterReader``."""
         for part, expected in zip(self._parts, digest.parts, strict=True):
             part.expect(expected)
+
+    def begin(self) -> None:
+        """See ``AdapterReader``: a mix is read at once, to compare its parts with their versions."""
+
+    def resume(self, header: FileHeader) -> None:
+        """See ``AdapterReader``."""
+        raise AssertionError("a mix is read at once")
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
         """See ``AdapterReader``; one layer of all parts is in memory at a time."""

@@ -39,19 +39,30 @@ class AdapterVersion:
     facts: AdapterFacts
     conventions: AdapterConventions = NO_CONVENTIONS
     weights_stamps: tuple[FileStamp, ...] | None = None  # of the files that it was read from
+    # Digest of configuration and tensors, hexadecimal; "" = a load must read the values first.
+    content: str = ""
 
     def has(self, content: AdapterContent | None) -> bool:
-        """Whether the content that was read, if any, is this version's."""
-        return content is None or ((content.facts, content.conventions) == (self.facts, self.conventions))
+        """Whether the content that was read, if any, is this version's, as far as that is known."""
+        if content is None or not self.content:
+            return True
+        return self.has_weights(content.facts) and content.conventions == self.conventions
+
+    def has_weights(self, facts: AdapterFacts) -> bool:
+        """Whether these facts are of its weights."""
+        return facts in (self.facts, replace(self.facts, digest=self.content))
 
     @property
     def label(self) -> str:
-        """Its digest, and after a plus that of its conventions, if it has any."""
-        return "+".join(filter(None, (self.digest, self.conventions.digest)))
+        """Its content, and after a plus the digest of its conventions, if it has any.
+
+        Empty if its values have not been read.
+        """
+        return "+".join(filter(None, (self.content, self.conventions.digest))) if self.content else ""
 
     @property
     def digest(self) -> str:
-        """Digest of configuration and tensors, hexadecimal."""
+        """What stands for its content in memory; its digest, if it was read before any load."""
         return self.facts.digest
 
     @property
@@ -124,10 +135,15 @@ class AdapterRegistry:
         entry = self._entries.get(name)
         return None if entry is None else entry.path
 
-    def unread_path(self, name: str) -> AdapterPath | None:
-        """The path of ``name`` if its content has not been read yet, else None."""
+    def outlined_path(self, name: str) -> AdapterPath | None:
+        """The path of ``name`` if it has no version before its first use, else None."""
         entry = self._entries.get(name)
         return None if entry is None or entry.outline is None else entry.path
+
+    def unread_path(self, name: str) -> AdapterPath | None:
+        """The path of ``name`` if its content has not been read yet, else None."""
+        version = self.serving(name)
+        return self.outlined_path(name) if version is None or version.content else version.path
 
     def is_loading(self, name: str) -> bool:
         """Whether a load of ``name`` has begun and not ended."""
@@ -166,13 +182,19 @@ class AdapterRegistry:
         entry.load_id, entry.reason, entry.path, entry.outline = None, None, path, None
         old = entry.version
         facts = content.facts
-        if old is not None and old.facts == facts:
+        if old is not None and old.has_weights(facts):
             entry.version = self._held[old.adapter_id].version = replace(
                 old, path=path, conventions=content.conventions, weights_stamps=content.weights_stamps
             )
             return Registered(entry.version, is_new=False)
         version = AdapterVersion(
-            self.next_adapter_id(), name, path, facts, content.conventions, content.weights_stamps
+            self.next_adapter_id(),
+            name,
+            path,
+            facts,
+            content.conventions,
+            content.weights_stamps,
+            facts.digest if content.is_read else "",
         )
         taken = version.adapter_id in self._held or version.adapter_id in self._freed
         assert not taken, "adapter ids are never reused"
@@ -196,6 +218,30 @@ class AdapterRegistry:
         entry.load_id, entry.reason = None, reason
         if entry.load_path == entry.path:
             entry.outline = None
+
+    def has_read(self, digest: str, content: str) -> set[str]:
+        """The first load of the versions of ``digest`` has read ``content``; return their names."""
+        for adapter_id in self._ids_of.get(digest, ()):
+            held = self._held[adapter_id]
+            version, entry = held.version, self._entries.get(held.version.name)
+            held.version = replace(version, content=content)
+            if entry is not None and entry.version is version:
+                entry.version = held.version
+        return self.names_of((), (digest,))
+
+    def unreadable(self, digest: str, reason: str) -> list[tuple[AdapterVersion, bool]]:
+        """The files of the versions of ``digest`` are bad: new requests fail with ``reason``.
+
+        Return those that were in service, and whether to free them now.
+        """
+        ended = []
+        for adapter_id in tuple(self._ids_of.get(digest, ())):
+            version = self._held[adapter_id].version
+            entry = self._entries.get(version.name)
+            if entry is not None and entry.version is version:
+                entry.version, entry.reason = None, reason
+                ended.append((version, bool(self._drain(version))))
+        return ended
 
     def remove(self, name: str) -> tuple[AdapterId, ...]:
         """Unregister ``name`` and return versions to free now. Raises ``UnknownModelError``."""
@@ -258,6 +304,10 @@ class AdapterRegistry:
         held.num_references -= 1
         return self._free_if_drained(held)
 
+    def label(self, adapter_id: AdapterId) -> str:
+        """The label of a version that a request refers to."""
+        return self._held[adapter_id].version.label
+
     def version(self, adapter_id: AdapterId) -> AdapterVersion:
         """A version in service or draining, or freed and still on the device."""
         held = self._held.get(adapter_id)
@@ -286,7 +336,7 @@ class AdapterRegistry:
         entry = self._entries.get(name)
         draining = [
             DrainingVersion(
-                held.version.digest, held.version.rank, held.version.num_bytes, residency_of(held.version)
+                held.version.content, held.version.rank, held.version.num_bytes, residency_of(held.version)
             )
             for held in self._draining.get(name, {}).values()
         ]
@@ -301,7 +351,7 @@ class AdapterRegistry:
             reason=entry.reason if is_final else None,
             rank=0 if served is None else served.rank,
             num_bytes=0 if served is None else served.num_bytes,
-            version="" if version is None else version.digest,
+            version="" if version is None else version.content,
             conventions=None if version is None else version.conventions,
             pinned=entry.is_pinned,
             residency=Residency() if version is None else residency_of(version),
@@ -385,7 +435,7 @@ def _draining_info(
         None,
         newest.rank,
         newest.num_bytes,
-        newest.digest,
+        newest.content,
         residency=last.residency,
         draining=tuple(older),
     )

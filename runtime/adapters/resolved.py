@@ -152,6 +152,10 @@ class MixSource:
 AdapterPath = str | MixSource  # a PEFT directory, or those of a mix
 
 
+# Digest of configuration and header; the file's bytes, time of its last change in ns, and inode.
+FileHeader = tuple[bytes, tuple[int, int, int]]
+
+
 # Called with one tensor and its bytes, which are valid until it returns.
 TakeTensor = Callable[[RawTensor, memoryview], None]
 
@@ -187,7 +191,7 @@ class AdapterReader(Protocol):
 
     @property
     def digest(self) -> ContentDigest:
-        """The digest of the content; known once ``read_layers`` has ended."""
+        """The digest of the content; known once ``read_layers`` has yielded the last layer."""
 
     def expect(self, digest: ContentDigest) -> None:
         """Accept only this content. Call it before ``read_layers``.
@@ -195,11 +199,20 @@ class AdapterReader(Protocol):
         Raises ``AdapterError`` if configuration, names or shapes already differ.
         """
 
+    def begin(self) -> FileHeader | None:
+        """What identifies the file if no value of it is needed to use its first layers, else None."""
+
+    def resume(self, header: FileHeader) -> None:
+        """Accept only the file of which another reader's ``begin`` returned this.
+
+        Raises ``AdapterError`` if it has changed since.
+        """
+
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
         """Pass the tensors to ``take``, in the order of layers; yield each complete layer.
 
-        Tensors are valid only once their layer is yielded, and without ``expect`` only once this
-        has ended. Raises ``AdapterError`` if the file cannot be read or has changed.
+        Tensors are valid only once their layer is yielded, and without ``expect`` only once the
+        last one is. Raises ``AdapterError`` if the file cannot be read or has changed.
         """
 
     def close(self) -> None:

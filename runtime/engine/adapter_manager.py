@@ -2,15 +2,12 @@
 
 Connects three independent parts: the registry (names and versions), the engine core
 (references and evictions) and the device side (which reads a directory into packed matrices).
-
-Requests name mixes by their parts, and the engine registers them as adapters. A mix is made of the
-versions in service of its parts, and is removed as soon as one of them is replaced or removed: its
-running requests finish, and the next request makes another one.
 """
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+import queue
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,22 +15,20 @@ from ..adapter import AdapterFacts
 from ..adapters.dir_changes import WatchState
 from ..adapters.dir_watch import LoraDirWatch
 from ..adapters.info import AdapterInfo
-from ..adapters.mix import LoRAMix, conventions_of_mix
+from ..adapters.mix import LoRAMix
 from ..adapters.names import DRAINING, READY, taken_name
 from ..adapters.registry import AdapterRegistry, AdapterVersion, Registered
-from ..adapters.resolved import MixSource, PartSource
 from ..adapters.state_file import AdapterStateFile, RememberedAdapter
 from ..engine_state import Residency
-from ..errors import AdapterChangedError, AdapterError, CorunError, RequestError
+from ..errors import AdapterError, CorunError, RequestError
 from ..memory.loads import HostRoom
 from ..memory.report import Changed
 from ..plan import AdapterId, HostPlace, HostPlaceId
+from .adapter_mixes import AdapterMixes
 from .adapter_reading import AdapterFiles, AdapterReaderThread, ReadDone, ReadJob
 from .messages import AdapterOperation, AdaptersChanged, AddAdapter, OperationDone, ReadAdapter, RemoveAdapter
 
 _logger = logging.getLogger(__name__)
-
-MAX_IDLE_MIXES = 64  # registered ones that no request uses
 
 
 class AdapterHost(Protocol):
@@ -66,94 +61,6 @@ class AdapterResidency(Protocol):
     def end_registration(self, place_id: HostPlaceId, digest: str | None) -> None: ...
 
     def drop_content(self, digest: str) -> None: ...
-
-
-class AdapterMixes:
-    """The registered mixes; owned by the adapter manager."""
-
-    def __init__(
-        self,
-        registry: AdapterRegistry,
-        must_read: Callable[[str], bool],
-        begin_reading: Callable[[ReadJob], None],
-        unregister: Callable[[str], None],
-    ) -> None:
-        """``must_read``: whether a part must be read first; begins it."""
-        self._registry = registry
-        self._must_read = must_read
-        self._begin_reading = begin_reading
-        self._unregister = unregister
-        self._mixes: dict[str, LoRAMix] = {}  # by name, the least recently used first
-        self._has_read = False  # reads have ended since ``drop_unused``
-
-    def must_wait(self, name: str, mix: LoRAMix) -> bool:
-        """Whether requests must wait for a mix or its parts to be read; begins it."""
-        if name in self._mixes:
-            return self._registry.is_loading(name)
-        parts = [part for part, _ in mix.parts]
-        if any([self._must_read(part) or self._registry.is_loading(part) for part in parts]):
-            return True
-        try:
-            source = self._source(mix)
-        except RequestError:
-            return False  # ``use`` raises it
-        self._begin_reading(ReadJob(None, name, source))
-        self._mixes[name] = mix
-        return True
-
-    def use(self, name: str) -> None:
-        """A request begins to use ``name``; nothing happens if this is no mix.
-
-        Raises the error of a part that cannot be used, or ``AdapterChangedError`` if the mix was
-        removed while the request waited.
-        """
-        mix = LoRAMix.named(name)
-        if mix is None:
-            return
-        if name not in self._mixes:
-            self._source(mix)
-            raise AdapterChangedError(
-                f"adapters of the mix {name!r} were loaded again before the request began; send it again",
-                param="lora",
-            )
-        self._mixes[name] = self._mixes.pop(name)
-
-    def note_read(self, name: str) -> bool:
-        """The read of ``name`` has ended. Return whether it is a mix, for which to poll again.
-
-        The requests that wait for it begin before the next poll.
-        """
-        self._has_read |= name in self._mixes
-        return name in self._mixes
-
-    def drop_unused(self) -> None:
-        """Remove mixes that failed, and old ones that no request uses beyond ``MAX_IDLE_MIXES``."""
-        if not self._has_read:
-            return
-        self._has_read = False
-        idle = [name for name in self._mixes if self._registry.is_idle(name)]
-        serving = [name for name in idle if self._registry.serving(name) is not None]
-        for name in {*idle}.difference(serving[-MAX_IDLE_MIXES:]):
-            self._drop(name)
-
-    def drop_with(self, part: str) -> None:
-        """Remove the mixes with this adapter, which is replaced or removed."""
-        for name in [name for name, mix in self._mixes.items() if part in dict(mix.parts)]:
-            self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        del self._mixes[name]
-        self._unregister(name)
-
-    def _source(self, mix: LoRAMix) -> MixSource:
-        """Return what the mix is read from. Raises ``RequestError``."""
-        parts, own = [], []
-        for name, scale in mix.parts:
-            version = self._registry.resolve(name)
-            assert isinstance(version.path, str), "a part is no mix"
-            parts.append(PartSource(name, version.path, version.digest, scale))
-            own.append((name, version.conventions))
-        return MixSource(tuple(parts), conventions_of_mix(own))
 
 
 class AdapterPublisher:
@@ -257,7 +164,9 @@ class AdapterManager:
         self._outlining: set[str] = set()  # names with headers being read
         # Operations that wait for a read of the same name.
         self._postponed: dict[str, list[AddAdapter | ReadAdapter]] = {}
-        self._mixes = AdapterMixes(self._registry, self.must_wait, self._begin_reading, self._unregister)
+        # The ends of first loads: what stands for the content, and its digest or the error.
+        self._first_reads: queue.SimpleQueue[tuple[str, str | AdapterError]] = queue.SimpleQueue()
+        self._mixes = AdapterMixes(self._registry, self._must_read, self._begin_reading, self._unregister)
 
     def attach(self, device: AdapterResidency) -> None:
         """Set the engine core, which removals need."""
@@ -274,6 +183,11 @@ class AdapterManager:
         """Return the version for new requests; raises ``RequestError``."""
         self._mixes.use(name)
         return self._registry.resolve(name)
+
+    def label(self, adapter_id: AdapterId) -> str:
+        """Return the label of a request's version, whose first load may just have ended."""
+        self._apply_first_reads()
+        return self._registry.label(adapter_id)
 
     def acquire(self, adapter_id: AdapterId) -> None:
         """Take a reference for a request."""
@@ -322,6 +236,13 @@ class AdapterManager:
         mix = LoRAMix.named(name)
         if mix is not None:
             return self._mixes.must_wait(name, mix)
+        path = self._registry.outlined_path(name)
+        if path is not None and not self._registry.is_loading(name):
+            self._begin_reading(ReadJob(None, name, path, is_first_use=True))
+        return path is not None
+
+    def _must_read(self, name: str) -> bool:
+        """Whether a mix must wait for the values of ``name`` to be read; starts the read."""
         path = self._registry.unread_path(name)
         if path is not None and not self._registry.is_loading(name):
             self._begin_reading(ReadJob(None, name, path))
@@ -402,6 +323,7 @@ class AdapterManager:
         """
         self._mixes.drop_unused()
         self._follow_changes()
+        self._apply_first_reads()
         for read in self._reader.take():
             self._complete_read(read)
             self._begin_postponed(read.job.name)
@@ -433,17 +355,35 @@ class AdapterManager:
         """Wake the engine's thread to ``poll``. Called by any thread."""
         self._reader.notify()
 
+    def first_read_ended(self, digest: str, end: str | AdapterError) -> None:
+        """The first load of a version has read its files; see ``OnFirstRead``. Any thread."""
+        self._first_reads.put((digest, end))
+        self.notify()
+
+    def _apply_first_reads(self) -> None:
+        while not self._first_reads.empty():
+            digest, end = self._first_reads.get()
+            if isinstance(end, str):
+                self._publisher.mark(self._registry.has_read(digest, end))
+                continue
+            self._publisher.mark(self._registry.names_of((), (digest,)), must_publish=True)
+            for version, is_free in self._registry.unreadable(digest, str(end)):
+                _logger.error("cannot serve adapter %r: %s", version.name, end)
+                self._device.unpin_adapter(version.adapter_id)
+                self._drop((version.adapter_id,) if is_free else ())
+
     def _begin(self, message: AddAdapter | ReadAdapter) -> None:
         if self._registry.is_loading(message.name):  # for requests, or for another operation
             self._postponed.setdefault(message.name, []).append(message)
             return
-        unread_path = self._registry.unread_path(message.name)
         if isinstance(message, ReadAdapter):
-            if unread_path is None:
+            path = self._registry.outlined_path(message.name)
+            if path is None:
                 self._done.append(OperationDone(message.operation_id))
             else:
-                self._begin_reading(ReadJob(message.operation_id, message.name, unread_path))
+                self._begin_reading(ReadJob(message.operation_id, message.name, path, is_first_use=True))
             return
+        unread_path = self._registry.unread_path(message.name)
         if not message.replaces and unread_path not in (None, message.path):
             raise taken_name(message.name)  # its content is unknown
         job = ReadJob(message.operation_id, message.name, message.path, pinned=message.pinned)
@@ -468,7 +408,7 @@ class AdapterManager:
         if job.outline_only:
             self._outlining.add(job.name)
         old = self._registry.serving(job.name)
-        known = old if old is not None and old.path == job.path else None
+        known = old if old is not None and old.content and old.path == job.path else None
         self._reader.put(replace(job, load_id=load_id, known=known))
 
     def _remove(self, message: RemoveAdapter) -> None:

@@ -36,6 +36,9 @@ class AdapterFiles(Protocol):
     def outline(self, path: AdapterPath) -> AdapterOutline:
         """Check everything except values."""
 
+    def begin(self, path: AdapterPath) -> AdapterContent | None:
+        """Check everything except values, which the first load reads; None = read all now."""
+
     def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         """Read all. ``known``: a version read there before; its weights may be the same."""
 
@@ -52,6 +55,7 @@ class ReadJob:
     replaces: bool = True  # replaces a version with other content
     is_kept: bool = False  # stored beyond the engine's end
     outline_only: bool = False  # values are read on first use
+    is_first_use: bool = False  # values are read by the load, if it can
     known: AdapterVersion | None = None  # read from there before, and in service
 
 
@@ -163,7 +167,10 @@ class AdapterReaderThread:
         try:
             if job.outline_only:
                 return replace(done, outline=self._files.outline(job.path))
-            done = replace(done, content=self._files.read(job.path, noted, job.known))
+            content = self._files.begin(job.path) if job.is_first_use else None
+            if content is None:
+                content = self._files.read(job.path, noted, job.known)
+            done = replace(done, content=content)
         except CorunError as error:
             done = replace(done, error=error)
         except Exception as error:  # no adapter's files may end the thread

@@ -51,6 +51,8 @@ class AdapterVersions(Protocol):
 
     def release(self, adapter_id: AdapterId) -> bool: ...
 
+    def label(self, adapter_id: AdapterId) -> str: ...
+
 
 def sampling_of(message: AddRequest, version: AdapterVersion) -> SamplingParams:
     """Return the parameters with the adapter's end tokens added to the base's.
@@ -435,10 +437,17 @@ class EngineCore:
     def _publish(self, events: list[RequestEvent]) -> None:
         """Queue updates, and release the adapters of ended requests."""
         for event in events:
-            self._updates.append(update_of(event))
+            self._updates.append(update_of(self._labelled(event)))
             self._slow_log.record(event)
             if event.finish_reason is not None:
                 self._release(event)
+
+    def _labelled(self, event: RequestEvent) -> RequestEvent:
+        """Name the adapter's version if its values have been read since the request arrived."""
+        adapter_id, timing = self._adapter_of[event.request_id], event.timing
+        if adapter_id == BASE_ADAPTER or timing is None or timing.adapter_version:
+            return event
+        return event._replace(timing=timing._replace(adapter_version=self._adapters.label(adapter_id)))
 
     def _release(self, event: RequestEvent) -> None:
         """Release an ended request's reference to its adapter version."""

@@ -1,6 +1,7 @@
 """CPU workers are killed and stopped under load: no client notices."""
 
 import contextlib
+import shutil
 import signal
 import threading
 import time
@@ -11,11 +12,15 @@ from functools import partial
 
 import psutil
 import pytest
+import torch
 from corun.runtime.demo import demo_adapters_path
+from safetensors.torch import load_file
 from support.assisted_server import all_processes, assisted_options, running
 from support.demo_answers import ADAPTERS, BASE, Question, ask_all, questions
+from support.peft_adapters import WEIGHTS, edit_tensors
 from support.serving import Served, wait_until
 
+UNREAD = "-unread"  # adapters with values that nothing has read
 NUM_QUESTIONS = 3  # of each adapter
 SAMPLE_S = 0.08
 JOB_WAITS_S = 0.4  # after the requests: then a pass waits for a stopped worker
@@ -28,6 +33,13 @@ FAULTS = ("corun:cpu_worker_failed_jobs_total", "corun:retried_rows_total")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     options = assisted_options(tmp_path_factory.mktemp("profile"))
+    folder = tmp_path_factory.mktemp("unread")
+    for name in ADAPTERS:
+        shutil.copytree(demo_adapters_path() / name, folder / f"{name}{UNREAD}")
+    shutil.copytree(demo_adapters_path() / ADAPTERS[0], folder / "bad")
+    *_, last = sorted(load_file(folder / "bad" / WEIGHTS))
+    edit_tensors(folder / "bad", **{last: lambda tensor: torch.full_like(tensor, torch.nan)})
+    options += ["--lora-dir", str(folder)]
     environment = {"CORUN_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with Served(*options, environment=environment) as served:
         yield served
@@ -68,6 +80,28 @@ def test_cold_and_warm_answer_the_same(server: Served, expected: list[str]) -> N
     # Rows may be computed again: a pass waits 0.25 s for a file, which can be too short.
     assert metrics["corun:cpu_worker_failed_jobs_total"] == 0
     assert ask_all(server.url, asked_of("-quiet")) == expected
+
+
+def test_first_uses_answer_as_warm_requests_do(server: Served, expected: list[str]) -> None:
+    """Their values are read while the first requests begin."""
+    found = server.client().get(f"/v1/lora_adapters/{ADAPTERS[0]}{UNREAD}").json()
+    assert (found["state"], found["version"]) == ("ready", "")
+    assert ask_all(server.url, asked_of(UNREAD)) == expected
+    read, known = (
+        server.client().get(f"/v1/lora_adapters/{ADAPTERS[0]}{suffix}").json()
+        for suffix in (UNREAD, "-quiet")
+    )
+    assert read["version"] == known["version"] != ""
+
+
+def test_a_first_use_of_bad_values_fails_with_the_reason(server: Served) -> None:
+    body = {"model": "bad", "prompt": "abc", "max_tokens": 4}
+    for _ in range(2):  # as its values are read, and afterwards
+        refused = server.post("/v1/completions", body)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["code"] == "adapter_failed"
+        assert "not finite" in refused.json()["error"]["message"]
+    assert server.client().get("/v1/lora_adapters/bad").json()["state"] == "failed"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.errors import AdapterFailedError
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.plan import StepPlan, SubBatchKind
 from corun.runtime.request import Request
@@ -18,6 +20,7 @@ from support.cold_parity import NUM_LAYERS, check, make_case, prompts
 from support.gated_files import FileGate
 from support.parity import ParityCase
 from support.peft_adapters import WEIGHTS, edit_tensors
+from support.worker_pool import workers
 
 NAME = "attention"  # q, k, v, o of every layer
 TENSORS_OF_A_LAYER = 8
@@ -189,6 +192,144 @@ def test_the_planner_starts_it_as_it_is_read(
     assert engine.assisted, "every request waited for the whole adapter"
     assert all(answer.finish_reason == "length" for answer in answers)
     check(case, answers)
+
+
+# Adapters with values that nothing has read before the request's load does.
+FIRST = "first"
+
+
+@pytest.fixture
+def first(files: Files, tmp_path: Path) -> Iterator[Path]:
+    """A folder of the same content; ``FIRST`` is removed afterwards."""
+    yield Path(shutil.copytree(files.original, tmp_path / FIRST))
+    files.gate.open()
+    files.engine.run()
+    files.engine.unregister(FIRST)
+    host = files.engine.scheduler.memory.host
+    assert host is not None
+    table, arena = files.engine.parts.loaded.lora_table, files.engine.arena
+    files.engine.run_until(lambda: table.num_free_rows == table.capacity)
+    files.engine.run_until(lambda: arena.place_ids == host.place_ids)
+
+
+def check_first(case: ParityCase, answers: list[Answer]) -> None:
+    """As adapter ``NAME``, whose content it has."""
+    check(case, [replace(one, adapter=NAME if one.adapter == FIRST else one.adapter) for one in answers])
+
+
+@pytest.mark.parametrize("split_layer", [0, NUM_LAYERS])
+def test_a_first_use_begins_before_the_second_layer_is_read(
+    files: Files, first: Path, case: ParityCase, split_layer: int
+) -> None:
+    engine, num_taken = files.engine, files.gate.num_taken
+    engine.register_unread(FIRST, first)
+    assert files.gate.num_taken == num_taken, "only its header has been read"
+    files.gate.close()
+    files.gate.let(TENSORS_OF_A_LAYER)
+    read_at_start: list[int] = []
+
+    def chunk(request: Request, max_tokens: int) -> ColdChunk | None:
+        if not engine.num_groups_arrived(FIRST):
+            return None
+        read_at_start.append(files.gate.num_taken - num_taken)
+        files.gate.open()
+        return ColdChunk(max_tokens, 0 if request.retried_positions else split_layer)
+
+    with engine.chunks(chunk):
+        engine.ask(FIRST, prompts(1, seed=50)[0])
+        answers = engine.run()
+    assert read_at_start[0] == TENSORS_OF_A_LAYER
+    assert engine.assisted
+    check_first(case, answers)
+    engine.assembly.adapters.poll()
+    of_content = engine.assembly.adapters.resolve(NAME).digest
+    assert engine.assembly.adapters.resolve(FIRST).content == of_content
+    engine.cool(FIRST)
+    engine.empty_host()
+    engine.ask(FIRST, prompts(1, seed=51)[0])  # and is verified against what was read
+    check_first(case, engine.run())
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_first_use_of_files_that_are_damaged_half_way(
+    files: Files, first: Path, case: ParityCase, is_cut: bool
+) -> None:
+    """The request gets the fault's name, later ones at once, and nothing of it stays."""
+    engine, adapters = files.engine, files.engine.assembly.adapters
+    last = f"layers__{NUM_LAYERS - 1}__self_attn__o_proj__lora_B"
+    if not is_cut:
+        edit_tensors(first, **{last: lambda tensor: torch.full_like(tensor, torch.nan)})
+    engine.register_unread(FIRST, first)
+    files.gate.close()
+    files.gate.let(TENSORS_OF_A_LAYER)
+    reason = "changed while it was read" if is_cut else "not finite"
+
+    def chunk(request: Request, max_tokens: int) -> ColdChunk | None:
+        if not engine.num_groups_arrived(FIRST):
+            return None
+        if is_cut:
+            (first / WEIGHTS).write_bytes((first / WEIGHTS).read_bytes()[:-2])
+        files.gate.open()
+        return ColdChunk(max_tokens, NUM_LAYERS)
+
+    with engine.chunks(chunk):
+        asked = engine.ask(FIRST, prompts(1, seed=52)[0])
+        engine.run_until(lambda: asked.finish_reason is not None)
+        other = engine.ask(None, prompts(1, seed=53)[0])
+        engine.run()
+    assert asked.finish_reason == "error" and not asked.token_ids
+    assert asked.error is not None and reason in asked.error
+    check(case, [other])
+    adapters.poll()
+    with pytest.raises(AdapterFailedError, match=reason):
+        engine.ask(FIRST, prompts(1, seed=52)[0])
+    assert engine.arena.taken_bytes == 0
+    shutil.copy(files.original / WEIGHTS, first / WEIGHTS)
+    engine.register(FIRST, first)
+    engine.ask(FIRST, prompts(1, seed=52)[0])
+    check_first(case, engine.run())
+
+
+def test_a_worker_that_dies_during_a_first_use(files: Files, first: Path, case: ParityCase) -> None:
+    engine = files.engine
+    engine.wait_workers()
+    engine.register_unread(FIRST, first)
+    files.gate.close()
+    files.gate.let(TENSORS_OF_A_LAYER)
+
+    def chunk(request: Request, max_tokens: int) -> ColdChunk | None:
+        if not engine.num_groups_arrived(FIRST):
+            return None
+        if not request.retried_positions:
+            for process in workers():
+                process.kill()
+        files.gate.open()
+        return ColdChunk(max_tokens, 0 if request.retried_positions else NUM_LAYERS)
+
+    with engine.chunks(chunk):
+        engine.ask(FIRST, prompts(1, seed=54)[0])
+        answers = engine.run()
+    check_first(case, answers)
+    engine.wait_workers()
+
+
+def test_a_first_use_that_ends_before_its_files_are_read(files: Files, first: Path, case: ParityCase) -> None:
+    engine = files.engine
+    engine.register_unread(FIRST, first)
+    files.gate.close()
+    files.gate.let(TENSORS_OF_A_LAYER)
+    with engine.chunks(lambda request, max_tokens: None):
+        asked = engine.ask(FIRST, prompts(1, seed=55)[0])
+        engine.run_until(lambda: engine.num_groups_arrived(FIRST) >= 1)
+        engine.abort(asked)
+        engine.run_until(lambda: asked.finish_reason == "abort")
+        files.gate.open()
+        engine.run()
+    engine.cool(FIRST)
+    engine.empty_host()
+    assert engine.arena.taken_bytes == 0
+    engine.ask(FIRST, prompts(1, seed=55)[0])
+    check_first(case, engine.run())
 
 
 def test_bytes_are_those_that_were_registered(files: Files) -> None:

@@ -137,8 +137,13 @@ class ColdEngine:
     def register(self, name: str, path: Path) -> None:
         self._operate(AddAdapter(next(self._ids), name, str(path)))
 
+    def register_unread(self, name: str, path: Path) -> None:
+        """Serve it as one of a directory; the first request's load reads its values."""
+        self.assembly.adapters.add_unread(name, str(path))
+        self.wait_read(name)
+
     def wait_read(self, name: str) -> None:
-        """Have what requests for ``name`` wait for be read, as for a mix."""
+        """Have what requests for ``name`` wait for be read, as for a mix or a first use."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while self.assembly.adapters.must_wait(name):
             assert time.monotonic() < deadline_s, f"{name} was not read in time"

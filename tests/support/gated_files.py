@@ -12,18 +12,18 @@ from unittest import mock
 from corun.runtime.adapters.digest import ContentDigest
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.adapters.lora_spec import LoraSpec
-from corun.runtime.adapters.resolved import AdapterReader, RawTensor, ResolvedAdapter, TakeTensor
+from corun.runtime.adapters.resolved import AdapterReader, FileHeader, RawTensor, ResolvedAdapter, TakeTensor
 from corun.runtime.engine.assembly import adapter_wiring
 
 TIMEOUT_S = 30.0
 
 
 class FileGate:
-    """While it is closed, each tensor of a registered adapter needs a permit."""
+    """While it is closed, each tensor that a load reads needs a permit."""
 
     def __init__(self, *, holds_registrations: bool = False) -> None:
-        """``holds_registrations``: the first reading of files needs permits, too."""
-        self.num_taken = 0  # tensors, of files that were read again
+        """``holds_registrations``: reading outside of loads needs permits, too."""
+        self.num_taken = 0  # tensors
         self.holds_registrations = holds_registrations
         self._is_open = True
         self._passes = threading.Semaphore(0)
@@ -119,6 +119,13 @@ class _GatedReader:
     def expect(self, digest: ContentDigest) -> None:
         self._is_held = True
         self._source.expect(digest)
+
+    def begin(self) -> FileHeader | None:
+        return self._source.begin()
+
+    def resume(self, header: FileHeader) -> None:
+        self._is_held = True
+        self._source.resume(header)
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
         def take_when_let(raw: RawTensor, data: memoryview) -> None:

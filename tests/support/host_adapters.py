@@ -81,6 +81,13 @@ class Host:
             self.carry_out()
         return adapter
 
+    def begin(self, path: Path) -> RegisteredAdapter:
+        """Register an adapter with values that the first load reads."""
+        adapter = self.adapters.begin(str(path))
+        assert adapter is not None
+        self._sizes[adapter.digest] = adapter.host_bytes
+        return adapter
+
     def place(self, digest: str) -> HostPlace:
         """The place that a load of this content gets."""
         place = self.cache.begin_load(digest, self._sizes[digest])

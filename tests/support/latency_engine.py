@@ -174,6 +174,9 @@ class _Files:
         facts = self._facts(str(path))
         return AdapterOutline(facts.rank, facts.num_bytes)
 
+    def begin(self, path: AdapterPath) -> None:
+        """Its loads read no files."""
+
     def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         facts = self._facts(str(path))
         is_kept = make_room(facts.host_bytes) is not None

@@ -1,16 +1,17 @@
 """Connects adapters: from the options to the registry, the arena and the device."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...adapter import AdapterFacts, AdapterLayers, AdapterOutline
 from ...adapters.base_names import BaseRemarks
 from ...adapters.checkpoint import WEIGHTS_NAME
-from ...adapters.content import AdapterContent
+from ...adapters.content import AdapterContent, FileStamp
 from ...adapters.convention_files import ConventionReader, settled_stamps_of, stamps_of
-from ...adapters.conventions import CONVENTION_NAMES, NO_CONVENTIONS, with_vocabulary
+from ...adapters.conventions import CONVENTION_NAMES, NO_CONVENTIONS, AdapterConventions, with_vocabulary
 from ...adapters.dir_changes import FoundAdapter
 from ...adapters.dir_watch import LoraDir, LoraDirWatch
 from ...adapters.folder_files import AdapterRoots
@@ -36,7 +37,7 @@ from .resources import ArenaPlan
 if TYPE_CHECKING:
     from ....gpu.adapters.arrival import AdapterLoad
     from ....gpu.adapters.copier import DevicePages
-    from ....gpu.adapters.host import GroupLayers, HostAdapters
+    from ....gpu.adapters.host import GroupLayers, HostAdapters, RegisteredAdapter
     from ....gpu.execution.assemble import LoadedModel
     from ....gpu.execution.executor import AdapterFetch
     from ....profiles.profile import Profile
@@ -118,14 +119,23 @@ class HostFiles:
     def outline(self, path: AdapterPath) -> AdapterOutline:
         return AdapterOutline(*self._host.outline(path))
 
+    def begin(self, path: AdapterPath) -> AdapterContent | None:
+        if isinstance(path, MixSource):
+            return None
+        with _named_errors(path):
+            before = stamps_of(Path(path), CONVENTION_NAMES)
+            begun = self._host.begin(path)
+            if begun is None:
+                return None
+            conventions = self._read_conventions(Path(path), begun.vocab_size, before)
+        return AdapterContent(_facts(begun), conventions, is_read=False)
+
     def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
-        try:
+        with _named_errors(path):
             if isinstance(path, MixSource):
                 facts, is_kept = self._register(path, make_room)
                 return AdapterContent(facts, path.conventions, None, is_kept)
             return self._read(Path(path), make_room, known)
-        except OSError as error:
-            raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
 
     def _read(self, folder: Path, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         before = stamps_of(folder, CONVENTION_NAMES)
@@ -134,39 +144,58 @@ class HostFiles:
             facts, is_kept = known.facts, False
         else:
             facts, is_kept = self._register(str(folder), make_room)
-        reader, vocab_size = self._conventions, facts.vocab_size
-        if reader is None:
+        conventions = self._read_conventions(folder, facts.vocab_size, before)
+        return AdapterContent(facts, conventions, weights_stamps, is_kept)
+
+    def _register(self, path: AdapterPath, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
+        adapter = self._host.register(path, make_room)
+        return _facts(adapter), adapter.is_kept
+
+    def _read_conventions(
+        self, folder: Path, vocab_size: int | None, before: Sequence[FileStamp | None]
+    ) -> AdapterConventions:
+        """Raises ``AdapterError`` if the stamps of their files are not ``before`` any more."""
+        if self._conventions is None:
             conventions = with_vocabulary(NO_CONVENTIONS, vocab_size)
         else:
-            conventions = reader.read(folder, vocab_size)
+            conventions = self._conventions.read(folder, vocab_size)
         if stamps_of(folder, CONVENTION_NAMES) != before:
             raise AdapterError(
                 f"the files in {folder} changed while they were read; load the adapter again when "
                 "they are complete"
             )
-        return AdapterContent(facts, conventions, weights_stamps, is_kept)
+        return conventions
 
-    def _register(self, path: AdapterPath, make_room: MakeRoom) -> tuple[AdapterFacts, bool]:
-        adapter = self._host.register(path, make_room)
-        layers = AdapterLayers(
-            adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer, adapter.not_by_workers
-        )
-        facts = AdapterFacts(
-            adapter.digest,
-            adapter.rank,
-            adapter.num_bytes,
-            host_bytes=adapter.host_bytes,
-            layers=layers,
-            left_out=adapter.left_out,
-            vocab_size=adapter.vocab_size,
-            run_pages=adapter.run_pages,
-        )
-        return facts, adapter.is_kept
+
+@contextmanager
+def _named_errors(path: AdapterPath) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise AdapterError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _facts(adapter: "RegisteredAdapter") -> AdapterFacts:
+    layers = AdapterLayers(
+        adapter.rank_sums, adapter.group_bytes, adapter.group_of_layer, adapter.not_by_workers
+    )
+    return AdapterFacts(
+        adapter.digest,
+        adapter.rank,
+        adapter.num_bytes,
+        host_bytes=adapter.host_bytes,
+        layers=layers,
+        left_out=adapter.left_out,
+        vocab_size=adapter.vocab_size,
+        run_pages=adapter.run_pages,
+    )
 
 
 def adapter_fetch(host: "HostAdapters", manager: AdapterManager, cpus: tuple[int, ...]) -> "AdapterFetch":
     """Return the executor's loads, which check that a version's files are unchanged."""
     from ....gpu.execution.executor import AdapterFetch
+
+    host.store.on_first_read = manager.first_read_ended
 
     def fetch(transfer: AdapterTransfer) -> "AdapterLoad":
         assert transfer.host is not None, transfer

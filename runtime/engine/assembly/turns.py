@@ -20,7 +20,7 @@ from ...adapter import AdapterFacts, AdapterLayers
 from ...adapters.content import AdapterContent
 from ...adapters.digest import ContentDigest
 from ...adapters.registry import AdapterRegistry
-from ...adapters.resolved import RawTensor, ResolvedAdapter, TakeTensor, TargetLora
+from ...adapters.resolved import FileHeader, RawTensor, ResolvedAdapter, TakeTensor, TargetLora
 from ...coldstart.cold_start import PlannedColdStarts
 from ...coldstart.link import group_of_layers
 from ...coldstart.planner import Planner, PlannerConfig
@@ -70,6 +70,13 @@ class MadeUpAdapter:
 
     def expect(self, digest: ContentDigest) -> None:
         assert digest == self.digest, "there is only one content"
+
+    def begin(self) -> None:
+        """See ``AdapterReader``: it is registered as a whole."""
+
+    def resume(self, header: FileHeader) -> None:
+        """See ``AdapterReader``."""
+        raise AssertionError("it is registered as a whole")
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
         by_layer = sorted(self.adapter.targets, key=lambda lora: lora.target.layer)

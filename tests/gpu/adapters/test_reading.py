@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter
 from corun.gpu.adapters.store import HostAdapter
 from corun.gpu.device.cpu import CpuDevice
@@ -177,6 +178,102 @@ def test_the_same_content_is_registered_while_it_is_read(reading: Reading) -> No
     assert (np.frombuffer(parts_of(host)[0], np.uint8) == used).all()
     reading.let_go(host)
     assert reading.host.arena.taken_bytes == num_bytes // 2
+
+
+class FirstReading(Reading):
+    """Of an adapter with values that nothing has read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.of_content = self.digest
+        self.evict()
+        self.told: list[tuple[str, object]] = []
+        self.store.on_first_read = lambda digest, end: self.told.append((digest, end))
+        self.digest = self.host.begin(path).digest
+
+
+@pytest.fixture
+def first(files: Path, tmp_path: Path) -> Iterator[FirstReading]:
+    reading = FirstReading(Path(shutil.copytree(files, tmp_path / "first")))
+    yield reading
+    if reading.thread is not None:
+        reading.end()
+    assert reading.host.arena.num_references == 0
+    reading.device.close(timeout_s=TIMEOUT_S)
+
+
+def test_the_digest_is_known_before_the_last_layer_may_be_used(first: FirstReading) -> None:
+    host = first.begin()
+    first.gate.let(11)
+    assert host.wait_whole(1, TIMEOUT_S)
+    assert first.told == []
+    seen: list[int] = []
+
+    def note(digest: str, end: object) -> None:
+        seen.append(host.num_whole)
+        first.told.append((digest, end))
+
+    first.store.on_first_read = note
+    first.end()
+    assert first.told == [(first.digest, first.of_content)]
+    assert seen[0] < host.num_whole == len(host.places)
+    first.let_go(host)
+    again = first.begin()  # and is verified from now on
+    first.end()
+    assert again.error is None and len(first.told) == 1
+    first.let_go(again)
+    edit_tensors(first.path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor + 1)
+    changed = first.begin()
+    first.end()
+    assert "have changed since the adapter was registered" in str(changed.error)
+    first.let_go(changed, has_failed=True)
+
+
+def nan(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor, torch.nan)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_is_damaged_half_way_is_told_and_leaves_nothing(first: FirstReading, is_cut: bool) -> None:
+    if not is_cut:
+        edit_tensors(first.path, layers__1__mlp__up_proj__lora_B=nan)
+        first.digest = first.host.begin(first.path).digest
+    host = first.begin()
+    first.gate.let(6)
+    assert host.wait_whole(1, TIMEOUT_S)
+    if is_cut:
+        weights = first.path / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-4])
+    first.end()
+    assert not host.wait_whole(len(host.places), TIMEOUT_S)
+    assert ("changed while it was read" if is_cut else "not finite") in str(host.error)
+    assert first.told == [(first.digest, host.error)]
+    first.let_go(host, has_failed=True)
+    assert first.host.arena.taken_bytes == 0
+    first.host.remove_content(first.digest)
+
+
+def test_files_of_another_header_are_not_read(first: FirstReading) -> None:
+    edit_tensors(first.path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor + 1)
+    with pytest.raises(AdapterError, match="have changed"):
+        first.host.fetch(first.digest, first.path)
+    assert [digest for digest, _ in first.told] == [first.digest]
+    assert first.host.arena.taken_bytes == 0
+
+
+def test_a_cancelled_first_load_says_nothing_of_the_files(first: FirstReading) -> None:
+    host = first.begin()
+    first.gate.let(6)
+    assert host.wait_whole(1, TIMEOUT_S)
+    first.is_wanted = False
+    first.end()
+    first.let_go(host, has_failed=True)
+    first.is_wanted = True
+    assert first.told == []
+    again = first.begin()
+    first.end()
+    assert first.told == [(first.digest, first.of_content)]
+    first.let_go(again)
 
 
 @pytest.mark.parametrize("has_changed", [False, True])

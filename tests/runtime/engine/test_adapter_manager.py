@@ -11,6 +11,8 @@ import pytest
 from corun.runtime.adapter import AdapterFacts, AdapterOutline
 from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
+from corun.runtime.adapters.info import AdapterInfo
+from corun.runtime.adapters.mix import LoRAMix
 from corun.runtime.adapters.registry import AdapterVersion
 from corun.runtime.adapters.resolved import AdapterPath
 from corun.runtime.adapters.state_file import AdapterStateFile, RememberedAdapter
@@ -100,6 +102,7 @@ class Files:
         self.refused: set[str] = set()  # paths of which the header is bad
         self.num_reads = 0
         self.kept: set[str] = set()  # paths for which there is room
+        self.begun: set[str] = set()  # paths of which the first load reads the values
         self.conventions: dict[str, AdapterConventions] = {}
         self.known: AdapterVersion | None = None  # of the last read
         self.evicted: list[HostPlaceId] = []
@@ -112,6 +115,12 @@ class Files:
         if path in self.refused:
             raise AdapterError("bad header")
         return AdapterOutline(rank=8, num_bytes=100)
+
+    def begin(self, path: AdapterPath) -> AdapterContent | None:
+        if path not in self.begun:
+            return None
+        facts = AdapterFacts(digest=f"stands for {path}", rank=8, num_bytes=100)
+        return AdapterContent(facts, self.conventions.get(str(path), NO_CONVENTIONS), is_read=False)
 
     def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         self.num_reads += 1
@@ -460,6 +469,68 @@ def test_add_now_raises_with_the_name(manager: AdapterManager, files: Files) -> 
     files.content["/a"] = AdapterError("bad rank")
     with pytest.raises(AdapterError, match="'a': bad rank"):
         manager.add_now("a", "/a")
+
+
+def begin(manager: AdapterManager, files: Files, content: str | Exception) -> AdapterVersion:
+    """Register /a as ``a``, and begin its first use."""
+    files.content["/a"] = content
+    files.begun.add("/a")
+    manager.add_unread("a", "/a")
+    num_reads = files.num_reads
+    wait_read(manager, "a")
+    assert files.num_reads == num_reads
+    return manager.resolve("a")
+
+
+def test_a_version_is_named_once_its_first_load_has_read_it(manager: AdapterManager, files: Files) -> None:
+    version = begin(manager, files, "d1")
+    assert version.label == version.content == "" != version.digest
+    (info,) = manager.infos()
+    assert (info.state, info.version, info.conventions) == ("ready", "", NO_CONVENTIONS)
+    manager.acquire(version.adapter_id)
+    manager.first_read_ended(version.digest, "d1")
+    assert manager.label(version.adapter_id) == "d1"
+    assert manager.resolve("a").digest == version.digest
+    assert changes(manager)[0].version == "d1"
+    add(manager, files, "d1")  # the same content
+    assert manager.resolve("a").adapter_id == version.adapter_id
+    add(manager, files, "d2")
+    assert manager.resolve("a").adapter_id != version.adapter_id
+
+
+def test_what_the_first_load_cannot_read_has_failed(
+    manager: AdapterManager, files: Files, device: FakeDevice
+) -> None:
+    version = begin(manager, files, "d1")
+    manager.acquire(version.adapter_id)
+    manager.first_read_ended(version.digest, AdapterError("not finite"))
+    assert [(one.state, one.reason) for one in changes(manager)] == [("failed", "not finite")]
+    with pytest.raises(AdapterFailedError, match="not finite"):
+        manager.resolve("a")
+    assert not manager.must_wait("a")
+    assert manager.release(version.adapter_id)  # with its last request
+    assert device.dropped == []
+    manager.remove_version(version.adapter_id)
+    assert files.gone == [version.digest]
+    add(manager, files, "d1")
+    assert manager.resolve("a").content == "d1"
+
+
+def test_a_mix_and_a_pin_need_values_that_no_load_has_read(manager: AdapterManager, files: Files) -> None:
+    begun = begin(manager, files, "d1")
+    wait_read(manager, LoRAMix([("a", 0.5)]).lora_name)
+    read = manager.resolve("a")
+    assert (read.content, files.num_reads) == ("d1", 2)
+    assert read.adapter_id != begun.adapter_id
+    remove(manager, "a")
+    begin(manager, files, "d1")
+    pin(manager, "a")
+    assert manager.resolve("a").content == "d1" and pinned(manager) == {"a": True}
+
+
+def changes(manager: AdapterManager) -> list[AdapterInfo]:
+    """What is published now."""
+    return [info for one in manager.poll() if isinstance(one, AdaptersChanged) for info in one.adapters]
 
 
 def wait_read(manager: AdapterManager, name: str) -> None:

@@ -9,7 +9,7 @@ from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConvention
 from corun.runtime.adapters.mix import LoRAMix
 from corun.runtime.adapters.registry import AdapterRegistry, LoadId
 from corun.runtime.adapters.resolved import MixSource
-from corun.runtime.engine.adapter_manager import MAX_IDLE_MIXES, AdapterMixes
+from corun.runtime.engine.adapter_mixes import MAX_IDLE_MIXES, AdapterMixes
 from corun.runtime.engine.adapter_reading import ReadJob
 from corun.runtime.errors import AdapterChangedError, AdapterFailedError, RequestError, UnknownModelError
 from corun.runtime.plan import AdapterId

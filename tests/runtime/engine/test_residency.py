@@ -76,6 +76,9 @@ class World:
     def outline(self, path: AdapterPath) -> AdapterOutline:
         raise NotImplementedError
 
+    def begin(self, path: AdapterPath) -> None:
+        raise NotImplementedError
+
     def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:
         layers = AdapterLayers(((8,), (8,)), GROUP_BYTES, (0, 1))
         facts = AdapterFacts(
