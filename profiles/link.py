@@ -2,8 +2,8 @@
 
 Both directions are independent (full duplex). Within one, all running transfers get the same share
 of the bandwidth at every moment: generalised processor sharing. Its virtual clock counts the bytes
-that each transfer has received. Prefetches move only while no demand transfer does. All times are
-absolute.
+that each transfer has received. Transfers have turns: only those with the lowest one move. All
+times are absolute.
 
 Source: Parekh and Gallager, A generalized processor sharing approach to flow control, section III.
 """
@@ -14,6 +14,8 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+PREFETCH = 1 << 30  # the turn of what no request waits for: after all others
 
 
 class Direction(enum.Enum):
@@ -48,6 +50,14 @@ class _Share:
         heapq.heappush(self.parts, (end_bytes, index, part))
         self.num_left[index] = self.num_left.get(index, 0) + 1
 
+    def take_out(self, index: int) -> list[tuple[float, int]]:
+        """Remove a transfer; return the ends and numbers of its parts, in order."""
+        taken = sorted((end_bytes, part) for end_bytes, other, part in self.parts if other == index)
+        self.parts = [one for one in self.parts if one[1] != index]
+        heapq.heapify(self.parts)
+        del self.num_left[index]
+        return taken
+
     def pop(self) -> int:
         """Complete the next part; return its transfer."""
         self.each_bytes, index, _ = heapq.heappop(self.parts)
@@ -60,7 +70,7 @@ class _Share:
 class SharedLane:
     """One direction with a bandwidth. Results up to ``_now_s`` are final.
 
-    Time advances only when a transfer starts or becomes urgent, never on reads. So a transfer may
+    Time advances only when a transfer starts or gets another turn, never on reads. So a transfer may
     start a little in the past, where the one before it on its stream ended.
     """
 
@@ -68,21 +78,16 @@ class SharedLane:
         self._bytes_per_s = bytes_per_s
         self._busy_s = 0.0
         self._now_s = 0.0
-        self._demand = _Share()
-        self._prefetch = _Share()  # moves only while there is no demand transfer
+        self._shares: dict[int, _Share] = {}  # by turn, those with transfers that run
         self._ends_s: dict[int, list[float]] = {}  # of completed parts, until ``remove``
 
-    def start(
-        self, index: int, part_bytes: Sequence[float], start_s: float, *, is_demand: bool = True
-    ) -> float:
+    def start(self, index: int, part_bytes: Sequence[float], start_s: float, *, turn: int = 0) -> float:
         """Queue parts of a transfer, one behind the other, behind its earlier parts.
 
         Returns the start time: not before the latest earlier start.
         """
         self._advance(start_s)
-        share = self._demand if is_demand else self._prefetch
-        if not share.parts:
-            share.each_bytes = 0.0  # avoids accumulated rounding
+        share = self._shares.get(turn) or _Share()
         ends_s = self._ends_s.setdefault(index, [])
         pending = [end for end, other, _ in share.parts if other == index]
         end_bytes, part = max(pending, default=share.each_bytes), len(ends_s) + len(pending)
@@ -90,22 +95,21 @@ class SharedLane:
             end_bytes += num_bytes
             share.push(end_bytes, index, part)
             part += 1
+        if share.parts:
+            self._shares[turn] = share
         return self._now_s
 
-    def promote(self, index: int, now_s: float) -> None:
-        """Make a running prefetch a demand transfer."""
+    def give_turn(self, index: int, turn: int, now_s: float) -> None:
+        """Give another turn to a transfer, unless it has ended."""
         self._advance(now_s)
-        moved = sorted(one for one in self._prefetch.parts if one[1] == index)
-        if not moved:
+        before = next((one for one, share in self._shares.items() if index in share.num_left), turn)
+        if before == turn:
             return
-        self._prefetch.parts = [one for one in self._prefetch.parts if one[1] != index]
-        heapq.heapify(self._prefetch.parts)
-        del self._prefetch.num_left[index]
-        if not self._demand.parts:
-            self._demand.each_bytes = 0.0
-        for end_bytes, _, part in moved:
-            ahead_bytes = end_bytes - self._prefetch.each_bytes
-            self._demand.push(self._demand.each_bytes + ahead_bytes, index, part)
+        share, other = self._shares[before], self._shares.setdefault(turn, _Share())
+        for end_bytes, part in share.take_out(index):
+            other.push(other.each_bytes + end_bytes - share.each_bytes, index, part)
+        if not share.parts:
+            del self._shares[before]
 
     def ends_s(self) -> Mapping[int, Sequence[float]]:
         """When each part ends, or has ended, of all transfers without a call of ``remove``.
@@ -125,16 +129,18 @@ class SharedLane:
         """Busy seconds and number of running transfers at ``now_s``."""
         future = self._copy()
         future._advance(now_s)
-        return future._busy_s, len(future._demand.num_left) + len(future._prefetch.num_left)
+        return future._busy_s, sum(len(share.num_left) for share in future._shares.values())
 
     def _copy(self) -> "SharedLane":
         future = copy.copy(self)
-        future._demand, future._prefetch = self._demand.copy(), self._prefetch.copy()
+        future._shares = {turn: share.copy() for turn, share in self._shares.items()}
         future._ends_s = {}
         return future
 
     def _advance(self, to_s: float) -> None:
-        while share := self._moving():
+        while self._shares:
+            turn = min(self._shares)
+            share = self._shares[turn]
             rate = self._bytes_per_s / len(share.num_left)
             end_s = self._now_s + (share.parts[0][0] - share.each_bytes) / rate
             if end_s > to_s:
@@ -143,14 +149,10 @@ class SharedLane:
                     self._busy_s += to_s - self._now_s
                 break
             index = share.pop()
+            if not share.parts:
+                del self._shares[turn]
             if index in self._ends_s:
                 self._ends_s[index].append(end_s)
             self._busy_s += end_s - self._now_s
             self._now_s = end_s
         self._now_s = max(self._now_s, to_s)
-
-    def _moving(self) -> _Share | None:
-        """The transfers that move now."""
-        if self._demand.parts:
-            return self._demand
-        return self._prefetch if self._prefetch.parts else None

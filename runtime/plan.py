@@ -119,6 +119,9 @@ class StepPlan:
     freed_blocks: tuple[BlockId, ...] = ()  # free blocks, to be decommitted
     transfers: tuple[Transfer, ...] = ()
     promoted_transfers: tuple[TransferId, ...] = ()  # prefetches that a request waits for now
+    # All loads that requests wait for, in the order in which they use the link from now on. Later
+    # ones follow behind. () = as before.
+    load_order: tuple[TransferId, ...] = ()
     # Evicted from host memory after ``evict_adapters``; nothing uses them. Unknown places are no
     # error.
     host_evictions: tuple[HostPlaceId, ...] = ()

@@ -50,10 +50,10 @@ class Reading:
 class AdapterLoad(Protocol):
     """An adapter on its way from the host to the device."""
 
-    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
+    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
         """Enqueue the copies of the adapter, or only of its first layers. Called once.
 
-        ``runs``: the adapter's pages, if the device has pages.
+        ``is_held``: enqueue none yet. ``runs``: the adapter's pages, if the device has pages.
         Called by the engine's thread, like all but ``read``, ``is_done`` and ``num_arrived``.
         """
 
@@ -74,6 +74,9 @@ class AdapterLoad(Protocol):
 
     def enqueue_all(self) -> None:
         """Enqueue all layers that are on the host and not enqueued yet."""
+
+    def is_copying(self) -> bool:
+        """Whether copies are enqueued that have not ended."""
 
     def num_arrived(self) -> int:
         """Layer groups, from the first on, that are on the device. Any thread, as ``is_done``."""
@@ -122,7 +125,7 @@ class Copied:
         """The matrices at their device addresses, after ``start``."""
         return self._adapter
 
-    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
+    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
         """Allocate memory and enqueue copies of what is on the host, or of the first layer group.
 
         Raises the error of a full device, with nothing enqueued. Copies that cannot be enqueued
@@ -138,10 +141,15 @@ class Copied:
         for group in self._groups:
             group.event = self._copier.device.event()
             group.memory = tuple(memories[run][first:end] for run, first, end in group.span.stretches)
+        if is_held:
+            return
         if is_gradual:
             self.advance()
         else:
             self.enqueue_all()
+
+    def is_copying(self) -> bool:
+        return any(group.is_enqueued and not self._is_copied(group) for group in self._groups)
 
     def advance(self) -> None:
         for group in self._groups:
@@ -236,7 +244,7 @@ class Copied:
 
         If the copies do not end in time the reference is kept, because they read its memory.
         """
-        if any(group.is_enqueued and not self._is_copied(group) for group in self._groups):
+        if self.is_copying():
             assert self._lane is not None
             try:
                 self._copier.device.synchronize(self._lane.stream, timeout_s=_CANCEL_TIMEOUT_S)
@@ -338,8 +346,11 @@ class InPlace:
         self._host = host
         self._layout = layout
 
-    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
+    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
         """Nothing is copied."""
+
+    def is_copying(self) -> bool:
+        return False
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         self._host.read(on_progress, is_wanted)

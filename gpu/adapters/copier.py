@@ -23,8 +23,7 @@ from ..lora.base import PackedLora
 from ..lora.matrix_layout import PACKED, MatrixLayout, unpack
 from ..lora.table import TableEntries
 
-# Demand loads that share the link at the same time; further loads queue.
-_NUM_LOAD_STREAMS = 3
+_NUM_LANES = 2  # of loads that requests wait for, and of prefetches
 # A copy occupies the copy engine for at most this many bytes, so that activations can interleave.
 _CHUNK_BYTES = 4 << 20
 _NOWHERE = (-1, 0)  # the place of a part that an adapter does not have
@@ -257,7 +256,7 @@ class DevicePages:
 
 def staging_bytes(layout: AdapterLayout, wanted: MatrixLayout, max_rank: int) -> int:
     """Device memory for the buffers of all lanes, if the device has pages."""
-    return 0 if wanted is PACKED else (_NUM_LOAD_STREAMS + 1) * layout.max_region_bytes(max_rank)
+    return 0 if wanted is PACKED else _NUM_LANES * layout.max_region_bytes(max_rank)
 
 
 @dataclass(slots=True, eq=False)
@@ -297,15 +296,13 @@ class AdapterCopier:
         self.layout = layout
         self.wanted = wanted
         self._where = where
-        self._lanes = [Lane(device.stream(f"load {n}")) for n in range(_NUM_LOAD_STREAMS)]
+        self._lane = Lane(device.stream("load"))
         self._prefetch_lane = Lane(device.stream("prefetch"))
-        self._num_taken = 0
         self._reader: Stream | None = None
         self._pages = pages
         if pages is not None:
-            lanes = (*self._lanes, self._prefetch_lane)
-            buffer_bytes = staging_bytes(layout, wanted, pages.max_rank) // len(lanes)
-            for lane in lanes:
+            buffer_bytes = staging_bytes(layout, wanted, pages.max_rank) // _NUM_LANES
+            for lane in (self._lane, self._prefetch_lane):
                 lane.staging = torch.empty(buffer_bytes, dtype=torch.uint8, device=where)
 
     @property
@@ -330,11 +327,8 @@ class AdapterCopier:
         self.device.release_event(event)
 
     def take_lane(self, *, is_prefetch: bool) -> Lane:
-        """Return the stream for one more load; demand loads rotate, so that they share the link."""
-        if is_prefetch:
-            return self._prefetch_lane
-        self._num_taken += 1
-        return self._lanes[self._num_taken % len(self._lanes)]
+        """Return the stream for one more load. Those that requests wait for follow each other."""
+        return self._prefetch_lane if is_prefetch else self._lane
 
     def place(self, plans: Sequence[GroupPlan], group_of_layer: Sequence[int]) -> DeviceLayout:
         """The layout of an adapter, the same for every load."""
@@ -369,7 +363,7 @@ class AdapterCopier:
     def close(self) -> None:
         """Release the memory; no operation may use it any more. Idempotent."""
         self._pages = None
-        for lane in (*self._lanes, self._prefetch_lane):
+        for lane in (self._lane, self._prefetch_lane):
             lane.staging = None
 
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:

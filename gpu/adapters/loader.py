@@ -9,7 +9,7 @@ reading one adapter's files does not delay the end of another's copy.
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -29,6 +29,9 @@ from .fetcher import AdapterFetcher, FetchAdapter, Fetched
 
 _LOG = logging.getLogger(__name__)
 
+# Loads that requests wait for with copies on the device's queue: the first in turn, and the next one,
+# so that the link is not idle while the engine's thread computes. Copies on the queue have no order.
+_MAX_COPYING = 2
 # Short compared with a copy, long compared with the cost of a poll.
 _POLL_EVERY_S = 0.0005
 
@@ -75,7 +78,7 @@ LoadEvent: TypeAlias = StartedLoad | LoadProgress | ReadProgress | LoadedAdapter
 class _Started:
     transfer: AdapterTransfer
     arrival: AdapterLoad
-    is_gradual: bool  # a prefetch, copied only while no demand load is
+    is_gradual: bool  # a prefetch, copied only while no request waits for a load
     num_seen: int = 0  # reported layer groups on the device; used by the polling thread
     num_read: int = 0  # the same on the host; used by the engine's thread
 
@@ -100,6 +103,7 @@ class AdapterLoader:
         self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
         self._events: list[LoadEvent] = []  # used by the engine's thread; not taken yet
         self._under_way: list[_Started] = []  # used by the engine's thread
+        self._turns: dict[TransferId, int] = {}  # of loads that requests wait for; others are behind
         self._cancelled: list[tuple[AdapterLoad, LoadedAdapter]] = []  # their files are still read
         self._watch_error: Exception | None = None  # the error that ended the polling thread
         self._may_look = threading.Event()
@@ -131,6 +135,10 @@ class AdapterLoader:
         self._start(fetched, is_prefetch=not transfer.is_demand)
         self._notify()
 
+    def order(self, order: Sequence[TransferId]) -> None:
+        """Copy loads that requests wait for in this order from now on, and later ones behind."""
+        self._turns = {transfer_id: turn for turn, transfer_id in enumerate(order)}
+
     def promote(self, transfer_id: TransferId) -> None:
         """Make a prefetch urgent, as a request waits for it; ignores loads that have ended."""
         if self._fetcher.promote(transfer_id):
@@ -138,7 +146,6 @@ class AdapterLoader:
         for started in self._under_way:
             if started.transfer.transfer_id == transfer_id and started.is_gradual:
                 started.is_gradual = False
-                started.arrival.enqueue_all()
 
     @contextmanager
     def polling_suspended(self) -> Iterator[None]:
@@ -205,7 +212,7 @@ class AdapterLoader:
             return
         started = _Started(transfer, arrival, is_prefetch)
         try:
-            arrival.start(is_gradual=started.is_gradual, runs=transfer.runs)
+            arrival.start(is_gradual=is_prefetch, is_held=not is_prefetch, runs=transfer.runs)
         except Exception as error:  # a full device fails one adapter, not the engine
             raise_if_lost(error)
             _LOG.exception("could not copy adapter %d; its load fails", transfer.adapter_id)
@@ -223,17 +230,21 @@ class AdapterLoader:
         self._started.put(started)
 
     def _advance(self) -> None:
-        """Enqueue what was read; prefetches wait while a request waits for a load."""
-        has_demand = self.has_demand
+        """Enqueue what is in turn; prefetches wait while a request waits for a load."""
         for started in self._under_way:
             reading = started.arrival.reading()
             if reading is not None and reading.num_groups > started.num_read:
                 started.num_read = reading.num_groups
                 self._events.append(ReadProgress(started.transfer.transfer_id, reading))
-            if not started.is_gradual and reading is not None:
+        demand = [started for started in self._under_way if not started.is_gradual]
+        for started in sorted(demand, key=self._turn):
+            if sum(one.arrival.is_copying() for one in demand) < _MAX_COPYING:
                 started.arrival.enqueue_all()
-            elif started.is_gradual and not has_demand:
-                started.arrival.advance()
+        for started in self._under_way if not demand else ():
+            started.arrival.advance()
+
+    def _turn(self, started: _Started) -> int:
+        return self._turns.get(started.transfer.transfer_id, len(self._turns))
 
     def _end_cancelled(self) -> None:
         """End a cancelled load once its place on the host is no longer written."""

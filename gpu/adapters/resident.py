@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -69,6 +69,10 @@ class ResidentAdapters:
     def load(self, transfer: AdapterTransfer) -> None:
         """Start to bring an adapter to the device."""
         self._loader.start(transfer)
+
+    def order(self, order: Sequence[TransferId]) -> None:
+        """See ``AdapterLoader.order``."""
+        self._loader.order(order)
 
     def promote(self, transfer_id: TransferId) -> None:
         """Make a prefetch urgent: a request waits for it."""

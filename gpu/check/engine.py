@@ -92,8 +92,11 @@ class ReadyLoad:
     def __init__(self, adapter: DeviceAdapter) -> None:
         self._adapter = adapter
 
-    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
+    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
         """Nothing is copied."""
+
+    def is_copying(self) -> bool:
+        return False
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         """Nothing is read."""

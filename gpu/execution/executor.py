@@ -116,6 +116,8 @@ class DeviceExecutor:
         if plan.host_evictions:
             self._evict_from_host(plan.host_evictions)
         self._runner.pool.release(plan.freed_blocks)
+        if plan.load_order:
+            self._adapters.order(plan.load_order)
         for transfer in plan.transfers:
             self._start_transfer(transfer)
         for transfer_id in plan.promoted_transfers:

@@ -4,9 +4,10 @@ Connects the planner, which predicts times, with the table of open transfers. Pu
 is an argument.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from ..adapter import AdapterLayers
 from ..memory.transfers import OpenLoad, TransferTable
@@ -24,7 +25,7 @@ from .cold import (
     co_scheduled_rows,
     warm_step_s,
 )
-from .link import FileForecast, LinkForecast, by_layer, ready_s
+from .link import FileForecast, LinkForecast, by_layer, in_order, ready_s
 from .observations import DelayTracker, FirstTokens
 from .planner import Planner
 from .strategy import AT_ONCE, Decision, LoadStrategy
@@ -53,6 +54,9 @@ class PlannedColdStarts(ColdStarts):
         self._first_tokens = FirstTokens(transfers)
         self._delays = DelayTracker()
         self._decisions: dict[RequestId, Decision] = {}
+        # Of requests with a decision: their loads, and what a second of delay costs, once needed.
+        self._undelayed: dict[RequestId, tuple[TransferId, ColdRequest]] = {}
+        self._losses: dict[RequestId, tuple[TransferId, float]] = {}
         self._blocking: set[TransferId] = set()
         self._counts: Counter[str] = Counter()
 
@@ -123,6 +127,11 @@ class PlannedColdStarts(ColdStarts):
 
         This also shows by how much rows that joined later prolong the steps of cold requests.
         """
+        for request, chunk in rows.cold_chunks:
+            load = self.transfers.load_of(request.adapter_id)
+            assert load is not None, request.request_id
+            load.is_awaited |= chunk.split_layer < self._planner.model.num_layers
+        self._order_loads(now_s)
         step_s = 0.0
         if rows.chunks or rows.cold_chunks:
             step_s = warm_step_s(self._planner.model, self._co_scheduled(rows, None))
@@ -174,6 +183,8 @@ class PlannedColdStarts(ColdStarts):
     def discard(self, request_id: RequestId) -> None:
         """Drop the record of a request that has ended."""
         self._decisions.pop(request_id, None)
+        self._undelayed.pop(request_id, None)
+        self._losses.pop(request_id, None)
         self._first_tokens.discard(request_id)
 
     def _decide(
@@ -182,6 +193,8 @@ class PlannedColdStarts(ColdStarts):
         """Let the planner decide. It does not learn from requests that wait for files."""
         cold = self._cold_request(request, load, num_others, rows, now_s)
         decision = self._planner.decide(cold)
+        alone_s = self._on_device_s(load, self._alone_s(load), now_s)
+        self._undelayed[request.request_id] = load.transfer_id, replace(cold, ready_s=alone_s)
         if load.is_from_files:
             return replace(decision, reason=f"{decision.reason}; its files must be read first")
         if decision.predictions:
@@ -193,6 +206,30 @@ class PlannedColdStarts(ColdStarts):
                 is_at_once=decision.strategy in AT_ONCE,
             )
         return decision
+
+    def _order_loads(self, now_s: float) -> None:
+        """Set the order in which loads use the link."""
+        loads = self.transfers.loads_in_turn()
+        if len(loads) < 2:
+            return
+        link = self._planner.model.link
+        delay_s = sum(sum(load.part_bytes) for load in loads) / link.bytes_per_s
+        for request_id, (transfer_id, cold) in self._undelayed.items():
+            if transfer_id in self.transfers:
+                loss = self._planner.loss_per_s(cold, delay_s)
+                self._losses[request_id] = transfer_id, loss
+        self._undelayed.clear()
+        losses = defaultdict[TransferId, float](float)
+        for transfer_id, loss in self._losses.values():
+            losses[transfer_id] += loss
+        self.transfers.order_loads(in_order(loads, losses, link.bytes_per_s, now_s), now_s)
+
+    def _alone_s(self, load: OpenLoad) -> tuple[float, ...]:
+        """Return by layer group the seconds until it arrives if nothing else uses the link."""
+        link = self._planner.model.link
+        left_bytes = (0,) * load.num_arrived + load.part_bytes[load.num_arrived :]
+        ends_s = accumulate(size / link.bytes_per_s for size in left_bytes)
+        return tuple(end_s and link.latency_s + end_s for end_s in ends_s)
 
     def _cut(self, request: Request, cold: ColdRequest, max_tokens: int) -> ColdChunk | None:
         """Return the next chunk; None if a later one costs less, or each delays a step too long."""
@@ -254,7 +291,10 @@ class PlannedColdStarts(ColdStarts):
 
     def _ready_s(self, load: OpenLoad, now_s: float) -> tuple[float, ...]:
         """Return by layer the seconds until it is on the device."""
-        by_group = self._link.ready_s(load, now_s)
+        return self._on_device_s(load, self._link.ready_s(load, now_s), now_s)
+
+    def _on_device_s(self, load: OpenLoad, by_group: Sequence[float], now_s: float) -> tuple[float, ...]:
+        """Return the same from the seconds over the link by layer group, if all were on the host."""
         if load.is_from_files:
             link = self._planner.model.link
             copy_s = [link.latency_s + size / link.bytes_per_s for size in load.part_bytes]

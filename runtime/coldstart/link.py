@@ -1,7 +1,8 @@
 """Predicts when transfers arrive on the device, with a shared link, and files on the host. Pure.
 
-Transfers that requests wait for share the link equally. Prefetches progress only while there are
-none. The parts of a transfer arrive in order. Reports override predictions.
+Loads that requests wait for use the link one after the other, in the order of ``in_order``. Copies of
+KV that requests wait for share it with the first one. Prefetches progress only while there are no
+others. The parts of a transfer arrive in order. Reports override predictions.
 
 Source: Toppings section 4.1, which does not consider that several loads share a link. Times of
 layer groups at the full rate would be too early.
@@ -9,12 +10,13 @@ layer groups at the full rate would be too early.
 
 from collections.abc import Mapping, Sequence
 
-from ...profiles.link import Direction, SharedLane
+from ...profiles.link import PREFETCH, Direction, SharedLane
 from ...profiles.models import LinkModel
 from ..memory.transfers import OpenLoad, OpenTransfer, TransferTable
 from ..plan import TransferId
 from ..scheduler.cold import FIRST_FILE_BYTES_PER_S
 
+_PATIENCE = 8.0  # multiple of its own time that a load waits at most before it goes first
 _SMOOTHING = 0.5  # weight of the newest measurement; large, as files may be in the page cache
 
 
@@ -41,9 +43,11 @@ class LinkForecast:
         """Simulate the transfers from their reported progress."""
         moving = [one for one in self._transfers if one.direction is Direction.TO_DEVICE]
         lane = SharedLane(self._link.bytes_per_s)
+        turns = {load.transfer_id: turn for turn, load in enumerate(self._transfers.loads_in_turn())}
         for one in moving:
             left_bytes = one.part_bytes[one.num_arrived :]
-            lane.start(one.transfer_id, left_bytes, from_s, is_demand=one.is_demand)
+            turn = turns.get(one.transfer_id, 0 if one.is_demand else PREFETCH)
+            lane.start(one.transfer_id, left_bytes, from_s, turn=turn)
         ends_s = lane.ends_s()
         return {
             one.transfer_id: [
@@ -52,6 +56,36 @@ class LinkForecast:
             ]
             for one in moving
         }
+
+
+def in_order(
+    loads: Sequence[OpenLoad], losses: Mapping[TransferId, float], bytes_per_s: float, now_s: float
+) -> list[OpenLoad]:
+    """Return the loads in the order in which they use the link: the largest gain goes first.
+
+    The gain is in seconds per second of the link: what the load's requests lose by a second of
+    delay, over the seconds that the load takes. Requests that workers can serve meanwhile lose
+    little. Before these come loads that a step waits for, since all of its rows wait; and before
+    them loads that have waited for a multiple of their own time, so that none is overtaken for
+    ever. Equal loads keep their order.
+
+    Args:
+        loads: The loads that requests wait for.
+        losses: Predicted seconds that requests lose per second of delay, by load; absent = 0.
+        bytes_per_s: Rate of the link.
+        now_s: The current time.
+    """
+
+    def rank(load: OpenLoad) -> tuple[int, float]:
+        own_s = sum(load.part_bytes) / bytes_per_s
+        if now_s - load.began_s > _PATIENCE * own_s:
+            return 0, load.began_s
+        if load.is_awaited:
+            return 1, 0.0
+        left_s = sum(load.part_bytes[load.num_arrived :]) / bytes_per_s
+        return 2, -losses.get(load.transfer_id, 0.0) / max(left_s, 1e-9)
+
+    return sorted(loads, key=rank)
 
 
 def by_layer(group_of_layer: Sequence[int], by_group: Sequence[float]) -> tuple[float, ...]:

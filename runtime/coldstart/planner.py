@@ -104,6 +104,25 @@ class Planner:
             stall_s=self._corrected_s(raw.stall_s, max(0.0, raw.first_token_s - raw.stall_s), strategy),
         )
 
+    def loss_per_s(self, request: ColdRequest, delay_s: float) -> float:
+        """Return the predicted seconds that its first token loses per second, if its load is late.
+
+        ``delay_s``: by how much each layer group would arrive later. Workers that can serve the
+        request meanwhile reduce the loss.
+        """
+        late = replace(request, ready_s=tuple(time_s and time_s + delay_s for time_s in request.ready_s))
+        compared: tuple[LoadStrategy, ...] = (
+            _COMPARED if self.config.forced is None else (self.config.forced,)
+        )
+        if request.not_by_workers or not request.num_workers:
+            compared = tuple(one for one in compared if one is not LoadStrategy.ASSISTED)
+        strategies = compared or (LoadStrategy.PIPELINED,)
+        in_time_s, late_s = (
+            min(self.predict(one, strategy).first_token_s for strategy in strategies)
+            for one in (request, late)
+        )
+        return max(0.0, late_s - in_time_s) / delay_s
+
     def step_now(self, request: ColdRequest, num_tokens: int, strategy: LoadStrategy) -> PlannedStep | None:
         """Return the step with a chunk if it should begin now, else None.
 

@@ -297,6 +297,7 @@ class DeviceMemory:
             freed_blocks=self.relief.take_freed_blocks(is_needed=has_loads),
             transfers=self.transfers.take_commands(),
             promoted_transfers=self.transfers.take_promoted(),
+            load_order=self.transfers.take_order(),
             host_evictions=self.relief.take_host_evictions(),
         )
 

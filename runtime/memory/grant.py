@@ -78,4 +78,5 @@ class MemoryCommands(NamedTuple):
     freed_blocks: tuple[BlockId, ...]
     transfers: tuple[Transfer, ...]
     promoted_transfers: tuple[TransferId, ...]
+    load_order: tuple[TransferId, ...]
     host_evictions: tuple[HostPlaceId, ...]

@@ -4,7 +4,7 @@ The memory begins and ends transfers here. Predictions of their ends read it.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -113,6 +113,8 @@ class OpenLoad(OpenTransfer):
 
     command: AdapterTransfer
     adapter: AdapterFacts
+    turn: int = 0  # its place in the order in which loads use the link; meaningless for prefetches
+    is_awaited: bool = False  # a step has begun that needs layers of it on the device
     num_read: int = 0  # layer groups that were reported as read from files
     read_s: float = 0.0  # time to read them
 
@@ -165,8 +167,10 @@ class ReadingTurn(NamedTuple):
 class TransferTable:
     """Open transfers by id, loads also by adapter, and commands for the next plan.
 
-    Files are read one adapter after the other, each in the order of its layers. Loads that requests
-    wait for come before prefetches. A prefetch is interrupted between two layer groups.
+    Loads that requests wait for use the link one after the other, in the order of their begin until
+    ``order_loads`` sets another one. Files are read one adapter after the other, each in the order
+    of its layers. Loads that requests wait for come before prefetches. A prefetch is interrupted
+    between two layer groups.
     """
 
     def __init__(self) -> None:
@@ -178,6 +182,7 @@ class TransferTable:
         self._changes = dict.fromkeys(Direction, Change(0, 0.0))
         self._commands: list[Transfer] = []  # not yet in a plan
         self._promoted: list[TransferId] = []  # not yet in a plan
+        self._order: tuple[TransferId, ...] = ()  # of loads, if another one; not yet in a plan
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
@@ -213,6 +218,22 @@ class TransferTable:
         unread = [load for load in self._loads.values() if not load.is_on_host]
         return sorted(unread, key=lambda load: (load is not reading, not load.is_demand))
 
+    def loads_in_turn(self) -> list[OpenLoad]:
+        """Return the loads that requests wait for, in the order in which they use the link."""
+        demanded = [load for load in self._loads.values() if load.is_demand]
+        return sorted(demanded, key=lambda load: load.turn)
+
+    def order_loads(self, loads: Sequence[OpenLoad], now_s: float) -> None:
+        """Set the order in which ``loads``, all that requests wait for, use the link."""
+        before = self.loads_in_turn()
+        if before == loads:
+            return
+        assert set(before) == set(loads), "another set of loads"
+        for turn, load in enumerate(loads):
+            load.turn = turn
+        self._order = tuple(load.transfer_id for load in loads)
+        self._changed(loads[0], now_s)
+
     def new_id(self) -> TransferId:
         return TransferId(next(self._ids))
 
@@ -226,6 +247,7 @@ class TransferTable:
             adapter_id = transfer.command.adapter_id
             assert adapter_id not in self._loads, f"adapter {adapter_id} is loaded twice"
             self._loads[adapter_id] = transfer
+            transfer.turn = self._last_turn()
             if transfer.is_from_files:
                 self._start_next_read(now_s)
 
@@ -234,6 +256,7 @@ class TransferTable:
         load = self._loads.get(adapter_id)
         if load is None or load.is_demand:
             return
+        load.turn = self._last_turn()
         self._promote(load, now_s)
         if load.is_from_files:
             self._start_next_read(now_s)
@@ -301,6 +324,11 @@ class TransferTable:
         promoted, self._promoted = tuple(self._promoted), []
         return promoted
 
+    def take_order(self) -> tuple[TransferId, ...]:
+        """Return the order of loads for the next plan; () = that of the plans before."""
+        order, self._order = self._order, ()
+        return order
+
     def check_invariants(self) -> None:
         """Assert that loads by adapter and the current reading agree with open transfers."""
         loads = [one for one in self._open.values() if isinstance(one, OpenLoad)]
@@ -316,6 +344,10 @@ class TransferTable:
         transfer.is_demand = True
         self._promoted.append(transfer.transfer_id)
         self._changed(transfer, now_s)
+
+    def _last_turn(self) -> int:
+        """Return a turn behind those of all loads."""
+        return 1 + max((load.turn for load in self._loads.values()), default=-1)
 
     def _changed(self, transfer: OpenTransfer, now_s: float, new_bytes: int = 0) -> None:
         direction = transfer.direction

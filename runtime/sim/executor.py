@@ -188,6 +188,8 @@ class LatencyExecutor:
             self._evict(adapter_id)
         for new in plan.new_requests:
             self._announce(new)
+        if plan.load_order:
+            self._loads.order(plan.load_order, now_s)
         if not self._loads_between_steps:
             self._begin_transfers(plan, now_s)
         for transfer_id in plan.promoted_transfers:
@@ -196,7 +198,7 @@ class LatencyExecutor:
         self._steps.append(step)
         if len(self._steps) == 1:
             self._begin_step(now_s)
-        elif plan.transfers or plan.promoted_transfers:
+        elif plan.transfers or plan.promoted_transfers or plan.load_order:
             self._expect_end()
         if self._loads_between_steps:
             self._begin_transfers(plan, step.end_s)

@@ -2,13 +2,14 @@
 
 Files are read as ``coldstart.link`` assumes: one adapter after the other, each in the order of its
 layers, demand loads before prefetches, which are preempted between layer groups. KV blocks share
-the link with adapters; those to the host have its other direction to themselves.
+the link with the first adapter in turn; those to the host have its other direction to themselves.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...profiles.link import Direction, LinkStats, SharedLane
+from ...profiles.link import PREFETCH, Direction, LinkStats, SharedLane
 from ...profiles.models import LinkModel
 from ..plan import (
     AdapterId,
@@ -48,6 +49,7 @@ class SimulatedLoads:
         self._lanes = {direction: SharedLane(link.bytes_per_s) for direction in Direction}
         self._num_bytes = dict.fromkeys(Direction, 0)
         self._loads: dict[TransferId, _Load] = {}
+        self._order: list[TransferId] = []  # of loads that requests wait for
         self._copies: dict[TransferId, KvTransfer] = {}
         self._reading: _Reading | None = None
         # The newest completed load of each adapter.
@@ -58,6 +60,9 @@ class SimulatedLoads:
     def start(self, transfer: AdapterTransfer, group_bytes: tuple[int, ...], now_s: float) -> None:
         load = _Load(transfer, group_bytes, transfer.is_demand)
         self._loads[transfer.transfer_id] = load
+        if load.is_demand and transfer.transfer_id not in self._order:
+            self._order.append(transfer.transfer_id)
+        self._give_turns(now_s)  # it may be before others
         self._num_bytes[Direction.TO_DEVICE] += sum(group_bytes)
         if transfer.host is None or transfer.host.is_filled:
             load.num_on_host = len(group_bytes)
@@ -69,15 +74,14 @@ class SimulatedLoads:
         """Begin a copy of KV blocks, which arrive together."""
         self._copies[transfer.transfer_id] = transfer
         self._num_bytes[transfer.direction] += num_bytes
-        self._lanes[transfer.direction].start(
-            transfer.transfer_id, (num_bytes,), now_s, is_demand=transfer.is_demand
-        )
+        turn = 0 if transfer.is_demand else PREFETCH
+        self._lanes[transfer.direction].start(transfer.transfer_id, (num_bytes,), now_s, turn=turn)
         self._expect()
 
     def promote(self, transfer_id: TransferId, now_s: float) -> None:
         """Make a prefetch a demand load; unknown transfers have ended."""
         if transfer_id in self._copies:
-            self._lanes[Direction.TO_DEVICE].promote(transfer_id, now_s)
+            self._lanes[Direction.TO_DEVICE].give_turn(transfer_id, 0, now_s)
             self._expect()
             return
         load = self._loads.get(transfer_id)
@@ -85,9 +89,14 @@ class SimulatedLoads:
             return
         assert not load.is_demand, f"transfer {transfer_id} is no prefetch"
         load.is_demand = True
-        if load.num_on_host:
-            self._lanes[Direction.TO_DEVICE].promote(transfer_id, now_s)
-            self._expect()
+        if transfer_id not in self._order:
+            self._order.append(transfer_id)
+        self._give_turns(now_s)
+
+    def order(self, order: Sequence[TransferId], now_s: float) -> None:
+        """Let loads use the link in this order; new ones may be among them."""
+        self._order = list(order)
+        self._give_turns(now_s)
 
     @property
     def next_s(self) -> float:
@@ -110,6 +119,9 @@ class SimulatedLoads:
         self._ended_s[load.transfer.adapter_id] = self._arrival_s(load)
         self._lanes[Direction.TO_DEVICE].remove(transfer_id, now_s)
         del self._loads[transfer_id]
+        if load.is_demand:
+            self._order.remove(transfer_id)
+            self._give_turns(now_s)
         return TransferResult(transfer_id)
 
     def arrival_s(self, adapter_id: AdapterId) -> tuple[float, ...]:
@@ -138,8 +150,21 @@ class SimulatedLoads:
     def _copy(self, load: _Load, group_bytes: tuple[int, ...], now_s: float) -> None:
         """Queue layer groups on the link, behind those of the same load."""
         self._lanes[Direction.TO_DEVICE].start(
-            load.transfer.transfer_id, group_bytes, now_s, is_demand=load.is_demand
+            load.transfer.transfer_id, group_bytes, now_s, turn=self._turn(load)
         )
+        self._expect()
+
+    def _turn(self, load: _Load) -> int:
+        """The number of loads before it."""
+        if not load.is_demand:
+            return PREFETCH
+        ahead = self._order[: self._order.index(load.transfer.transfer_id)]
+        return sum(one in self._loads and self._loads[one].is_demand for one in ahead)
+
+    def _give_turns(self, now_s: float) -> None:
+        """Apply the order to the loads with layer groups on the link."""
+        for transfer_id, load in self._loads.items():
+            self._lanes[Direction.TO_DEVICE].give_turn(transfer_id, self._turn(load), now_s)
         self._expect()
 
     def _expect(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import psutil
 import pytest
@@ -84,14 +85,11 @@ def test_cold_and_warm_answer_the_same(server: Served, expected: list[str]) -> N
 
 def test_first_uses_answer_as_warm_requests_do(server: Served, expected: list[str]) -> None:
     """Their values are read while the first requests begin."""
-    found = server.client().get(f"/v1/lora_adapters/{ADAPTERS[0]}{UNREAD}").json()
+    found = adapter(server, ADAPTERS[0] + UNREAD)
     assert (found["state"], found["version"]) == ("ready", "")
     assert ask_all(server.url, asked_of(UNREAD)) == expected
-    read, known = (
-        server.client().get(f"/v1/lora_adapters/{ADAPTERS[0]}{suffix}").json()
-        for suffix in (UNREAD, "-quiet")
-    )
-    assert read["version"] == known["version"] != ""
+    found = adapter(server, ADAPTERS[0] + UNREAD)
+    assert found["version"] == adapter(server, f"{ADAPTERS[0]}-quiet")["version"] != ""
 
 
 def test_a_first_use_of_bad_values_fails_with_the_reason(server: Served) -> None:
@@ -101,7 +99,14 @@ def test_a_first_use_of_bad_values_fails_with_the_reason(server: Served) -> None
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["code"] == "adapter_failed"
         assert "not finite" in refused.json()["error"]["message"]
-    assert server.client().get("/v1/lora_adapters/bad").json()["state"] == "failed"
+    assert adapter(server, "bad")["state"] == "failed"
+
+
+def adapter(server: Served, name: str) -> dict[str, Any]:
+    """Its published state."""
+    with server.client() as http:
+        found: dict[str, Any] = http.get(f"/v1/lora_adapters/{name}").json()
+    return found
 
 
 @pytest.mark.parametrize(

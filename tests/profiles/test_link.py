@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from corun.profiles.link import SharedLane
+from corun.profiles.link import PREFETCH, SharedLane
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,22 +26,22 @@ def test_what_is_added_to_a_transfer_waits_for_what_it_has() -> None:
 
 def test_prefetches_move_while_nothing_else_does() -> None:
     lane = SharedLane(100.0)
-    lane.start(1, (100,), 0.0, is_demand=False)
+    lane.start(1, (100,), 0.0, turn=PREFETCH)
     lane.start(2, (100,), 0.25)
     assert lane.ends_s() == {1: [2.0], 2: [1.25]}
-    lane.start(3, (50,), 3.0, is_demand=False)
-    lane.start(4, (50,), 3.0, is_demand=False)
+    lane.start(3, (50,), 3.0, turn=PREFETCH)
+    lane.start(4, (50,), 3.0, turn=PREFETCH)
     assert lane.ends_s()[3] == lane.ends_s()[4] == [4.0]
 
 
 def test_a_promoted_prefetch_keeps_what_it_has_got() -> None:
     lane = SharedLane(100.0)
-    lane.start(1, (100, 100), 0.0, is_demand=False)
+    lane.start(1, (100, 100), 0.0, turn=PREFETCH)
     lane.start(2, (200,), 0.5)
-    lane.promote(1, 0.5)
+    lane.give_turn(1, 0, 0.5)
     # 50 bytes of its first part are left, 200 of the other's: half the lane each.
     assert lane.ends_s() == {1: [1.5, 3.5], 2: [4.0]}
-    lane.promote(1, 3.6)  # nothing of it is left
+    lane.give_turn(1, 0, 3.6)  # nothing of it is left
     assert lane.ends_s()[2] == [4.0]
 
 
@@ -65,7 +65,7 @@ def test_shares_are_those_of_a_fluid(transfers: list[tuple[int, list[int], bool]
     """Compare with exact arithmetic in steps that are smaller than any event."""
     lane = SharedLane(4.0)
     for index, (start_s, parts, is_demand) in enumerate(sorted(transfers)):
-        lane.start(index, parts, float(start_s), is_demand=is_demand)
+        lane.start(index, parts, float(start_s), turn=0 if is_demand else PREFETCH)
     expected = _fluid(sorted(transfers), Fraction(4))
     found = lane.ends_s()
     for index, ends in expected.items():

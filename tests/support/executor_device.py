@@ -51,8 +51,11 @@ class Arriving(Copied):
     def adapter(self) -> DeviceAdapter:
         return self._given
 
-    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
+    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
         """Nothing is copied."""
+
+    def is_copying(self) -> bool:
+        return False
 
     def read(self, on_progress: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
         """Nothing is read."""

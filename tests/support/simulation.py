@@ -79,6 +79,7 @@ class DrivenExecutor:
         new: tuple[NewRequest, ...] = (),
         transfers: tuple[Transfer, ...] = (),
         promoted: tuple[int, ...] = (),
+        order: tuple[int, ...] = (),
         forget: tuple[int, ...] = (),
         evict: tuple[int, ...] = (),
     ) -> None:
@@ -90,6 +91,7 @@ class DrivenExecutor:
             evict_adapters=tuple(AdapterId(number) for number in evict),
             ended_requests=tuple(RequestId(number) for number in forget),
             promoted_transfers=tuple(TransferId(number) for number in promoted),
+            load_order=tuple(TransferId(number) for number in order),
         )
         self._next_step_id += 1
         self.executor.submit(plan)

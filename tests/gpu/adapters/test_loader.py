@@ -34,7 +34,8 @@ class Arrival:
         self._fails_to_start = fails_to_start
         self._error = error
 
-    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
+    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
+        assert is_held is not is_gradual, "the loader decides when a demand load is copied"
         self.starter = threading.current_thread()
         self.is_gradual = is_gradual
         self.runs = runs
@@ -61,6 +62,9 @@ class Arrival:
 
     def enqueue_all(self) -> None:
         self.num_enqueued += 1
+
+    def is_copying(self) -> bool:
+        return self.num_enqueued > 0 and not self.arrived.is_set()
 
     def num_arrived(self) -> int:
         return int(self.arrived.is_set())
@@ -277,6 +281,25 @@ def test_files_that_are_read_delay_no_copy(loading: Loading) -> None:
     assert [done.adapter_id for done in loading.wait()] == [1]
     gate.set()
     assert [done.adapter_id for done in loading.wait()] == [2]
+
+
+def test_loads_are_copied_in_order_and_at_most_two_at_a_time(loading: Loading) -> None:
+    arrivals = {number: Arrival() for number in range(1, 6)}
+    loading.results = {AdapterId(number): arrival for number, arrival in arrivals.items()}
+
+    loading.loader.order([TransferId(104), TransferId(102), TransferId(101), TransferId(103)])
+    loading.load(1, 2, 3, 4, 5)
+    for _ in arrivals:  # all have been fetched
+        assert loading._told.acquire(timeout=TIMEOUT_S)
+    assert loading.ended() == []
+    order = [4, 2, 1, 3, 5]
+    for num_ended, number in enumerate(order):
+        copied = {one for one, arrival in arrivals.items() if arrival.num_enqueued}
+        assert copied == {*order[: num_ended + 2]}
+        arrivals[number].arrived.set()
+        while not (ends := loading.wait()):
+            pass
+        assert [done.adapter_id for done in ends] == [number]
 
 
 @pytest.mark.parametrize("is_promoted", [False, True])

@@ -114,6 +114,28 @@ def test_workers_start_what_the_link_would_hold_up(loads: Loads) -> None:
     assert (chunk.num_tokens, chunk.split_layer) == (32, _LAYERS)
 
 
+def test_a_load_that_workers_can_serve_meanwhile_waits(loads: Loads) -> None:
+    """Unless a step has begun that needs it."""
+    cold_starts = _cold_starts(loads)
+    assert _FACTS.layers is not None
+    with_factors = replace(_FACTS, layers=replace(_FACTS.layers, not_by_workers="DoRA"))
+    _load(loads)
+    loads.begin(2, (200, 200), adapter=with_factors)
+    served, waiting = (make_request(number, prompt=32, adapter_id=AdapterId(number)) for number in (1, 2))
+    for request in (served, waiting):
+        cold_starts.may_start(request, 0, _rows(), 0.0)
+    cold_starts.step_closed(StepId(1), _rows(), 0.0)
+    first, second = (loads[number].transfer_id for number in (2, 1))
+    assert loads.table.take_order() == (first, second)
+    rows = _rows()
+    rows.cold_chunks.append((served, ColdChunk(32, _LAYERS)))
+    cold_starts.step_closed(StepId(2), rows, 0.0)
+    assert loads.table.take_order() == (), "workers compute all of it"
+    rows.cold_chunks[0] = served, ColdChunk(32, 1)
+    cold_starts.step_closed(StepId(3), rows, 0.0)
+    assert loads.table.take_order() == (second, first)
+
+
 def test_adapters_with_factors_do_not_use_workers(loads: Loads) -> None:
     cold_starts = _cold_starts(loads)
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)

@@ -1,11 +1,20 @@
 """The planner's view of the link: shares, order, reports."""
 
+from collections.abc import Sequence
+
 import pytest
 from corun.profiles.link import Direction
 from corun.profiles.models import LinkModel
-from corun.runtime.coldstart.link import FileForecast, LinkForecast, by_layer, group_of_layers, ready_s
-from corun.runtime.memory.transfers import OpenTransfer
-from corun.runtime.plan import BlockId, HostSlot, KvTransfer
+from corun.runtime.coldstart.link import (
+    FileForecast,
+    LinkForecast,
+    by_layer,
+    group_of_layers,
+    in_order,
+    ready_s,
+)
+from corun.runtime.memory.transfers import OpenLoad, OpenTransfer
+from corun.runtime.plan import BlockId, HostSlot, KvTransfer, TransferId
 from support.open_transfers import Loads
 
 A, B, C = 1, 2, 3
@@ -38,12 +47,59 @@ def test_one_load_has_the_whole_link() -> None:
     assert link.ready_s(A, 11.0) == (0.5, 1.5)
 
 
-def test_two_loads_share_until_one_has_ended() -> None:
+def test_two_loads_follow_each_other_in_their_order() -> None:
     link = Link()
-    link.loads.begin(A, (100,))
-    link.loads.begin(B, (100, 100))
-    assert link.ready_s(A, 0.0) == (2.0,)
+    first = link.loads.begin(A, (100,))
+    second = link.loads.begin(B, (100, 100))
+    assert link.ready_s(A, 0.0) == (1.0,)
     assert link.ready_s(B, 0.0) == (2.0, 3.0)
+    link.loads.table.order_loads([second, first], 0.5)
+    assert link.loads.table.take_order() == (second.transfer_id, first.transfer_id)
+    assert link.ready_s(B, 0.5) == (1.0, 2.0)
+    assert link.ready_s(A, 0.5) == (3.0,)
+    link.loads.begin(C, (100,), 0.5)
+    assert link.ready_s(C, 0.5) == (4.0,), "behind the others"
+    assert link.loads.table.take_order() == ()
+    link.loads.table.order_loads(link.loads.table.loads_in_turn(), 0.6)
+    assert link.loads.table.take_order() == (), "it is the same"
+
+
+def begun(loads: Loads, *sizes: int, began_s: float = 0.0) -> list[OpenLoad]:
+    return [loads.begin(number, (size,), began_s) for number, size in enumerate(sizes, start=1)]
+
+
+def ids(loads: Sequence[OpenLoad]) -> list[int]:
+    return [load.command.adapter_id for load in loads]
+
+
+def test_the_load_whose_request_gains_most_goes_first() -> None:
+    loads = Loads()
+    small, large, served = begun(loads, 100, 300, 100)
+    # Seconds per second of delay; workers serve the third meanwhile.
+    losses = {small.transfer_id: 1.0, large.transfer_id: 1.0, served.transfer_id: 0.1}
+    assert ids(in_order([large, served, small], losses, 100.0, 0.0)) == [1, 2, 3]
+    losses[large.transfer_id] = 4.0  # four requests wait for it
+    assert ids(in_order([large, served, small], losses, 100.0, 0.0)) == [2, 1, 3]
+    served.is_awaited = True  # by a step
+    assert ids(in_order([large, served, small], losses, 100.0, 0.0)) == [3, 2, 1]
+    assert ids(in_order([small, large], {}, 100.0, 0.0)) == [1, 2], "as they were"
+
+
+def test_no_load_is_overtaken_for_ever() -> None:
+    """Loads of requests that lose a second per second come as fast as the link carries them."""
+    loads = Loads()
+    (old,) = begun(loads, 100)
+    losses: dict[TransferId, float] = {old.transfer_id: 0.0}
+    open_loads, now_s = [old], 0.0
+    for number in range(2, 20):
+        newcomer = loads.begin(number, (100,), now_s)
+        losses[newcomer.transfer_id] = 1.0
+        open_loads.append(newcomer)
+        first, *open_loads = in_order(open_loads, losses, 100.0, now_s)
+        if first is old:
+            break
+        now_s += 1.0
+    assert 0.0 < now_s <= 10.0
 
 
 def test_a_prefetch_moves_when_no_demand_does() -> None:
@@ -54,7 +110,7 @@ def test_a_prefetch_moves_when_no_demand_does() -> None:
     assert link.ready_s(B, 0.0) == (2.0,)
     link.loads.promote(B)
     assert link.ready_s(B, 0.0) == (2.0,)
-    assert link.ready_s(A, 0.0) == (2.0,)
+    assert link.ready_s(A, 0.0) == (1.0,)
 
 
 def test_a_report_overrides_the_prediction() -> None:

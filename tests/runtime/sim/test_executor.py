@@ -88,21 +88,38 @@ def test_the_engine_takes_its_time_for_turns_rows_requests_and_loads() -> None:
     assert ends_s == [2 * (2.0 + 4.0 + 1.5 + 4.0)]
 
 
-def test_two_loads_share_the_link_and_report_their_groups() -> None:
+def test_two_loads_follow_each_other_and_report_their_groups() -> None:
     driven = DrivenExecutor()
     driven.submit(transfers=(load(1),))
     driven.results(1.0)
     driven.submit(transfers=(load(2),))
-    # 1 has 1000 of 2000 bytes on the way when 2 begins, and they end together with 2's first group.
+    # 1 has 1000 of 2000 bytes on the way when 2 begins, which waits for the others.
     assert driven.results() == [
         (1.0, stepped(2)),
         (1.5, progress(1)),
-        (3.5, arrived(1)),
+        (2.5, arrived(1)),
         (3.5, progress(2)),
         (4.5, arrived(2)),
     ]
     assert driven.executor.link_stats(Direction.TO_DEVICE) == LinkStats(4000, 4.0, 0)
     assert driven.executor.link_stats(Direction.TO_HOST) == LinkStats(0, 0.0, 0)
+
+
+def test_a_load_overtakes_another_one_where_the_plan_says_so() -> None:
+    driven = DrivenExecutor()
+    driven.submit(transfers=(load(1), load(2)))
+    driven.results(0.5)
+    driven.submit(transfers=(load(3),), order=(3, 2, 1))
+    # 1 keeps the 500 bytes that it has got.
+    assert driven.results() == [
+        (0.5, stepped(2)),
+        (2.0, progress(3)),
+        (3.0, arrived(3)),
+        (4.0, progress(2)),
+        (5.0, arrived(2)),
+        (5.5, progress(1)),
+        (6.5, arrived(1)),
+    ]
 
 
 def test_a_prefetch_has_the_link_while_nobody_waits_for_a_load() -> None:
@@ -113,7 +130,7 @@ def test_a_prefetch_has_the_link_while_nobody_waits_for_a_load() -> None:
     assert driven.results(2.25) == [(0.5, stepped(2)), (2.0, progress(2))]
     driven.submit(promoted=(1,))
     # At 2.25 s number 2 has 250 bytes left, number 1 500 to its first group and 1500 in all.
-    assert driven.results() == [(2.25, stepped(3)), (3.25, arrived(2)), (3.5, progress(1)), (4.5, arrived(1))]
+    assert driven.results() == [(2.25, stepped(3)), (3.0, arrived(2)), (3.5, progress(1)), (4.5, arrived(1))]
 
 
 def test_kv_goes_both_ways_at_once() -> None:
@@ -226,10 +243,10 @@ def test_a_load_that_begins_during_a_step_delays_the_rows_that_wait_for_another(
     driven = DrivenExecutor(NO_LATENCY)
     driven.submit(row(1, 0, 1, split_layer=0), new=(request(1, 1, adapter=1),), transfers=(load(1),))
     driven.results(1.0)
-    driven.submit(transfers=(load(2),))
-    # The second layer's group comes at 3 s instead of 2 and takes half a second.
+    driven.submit(transfers=(load(2),), order=(2, 1))
+    # The second layer's group comes at 4 s instead of 2 and takes half a second.
     steps = [told for told in driven.results() if isinstance(told[1], StepResult)]
-    assert steps == [(3.5, stepped(1, (1, ORDINARY_TOKEN))), (3.5, stepped(2))]
+    assert steps == [(4.5, stepped(1, (1, ORDINARY_TOKEN))), (4.5, stepped(2))]
 
 
 def test_a_load_that_has_ended_has_still_held_up_the_step_that_began_before() -> None:

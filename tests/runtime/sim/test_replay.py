@@ -1,12 +1,14 @@
 """Replays: the engine's own core over a simulated machine, on virtual and on real time."""
 
 import itertools
+import random
 import time
 from dataclasses import replace
 
 import msgspec
 import pytest
 from corun.profiles.models import LinkModel
+from corun.runtime.coldstart import cold_start
 from corun.runtime.coldstart.cold import AdapterShape, ColdRequest
 from corun.runtime.coldstart.cold_start import PlannedColdStarts
 from corun.runtime.coldstart.link import by_layer
@@ -188,6 +190,32 @@ def test_a_forced_strategy_is_used_again_soon_after_steps_were_held_up(forced: L
     assert after[40:] == pytest.approx(as_ever[40:], rel=1e-6)
     if forced in AT_ONCE:
         assert sum(after[1:20]) > 1.2 * sum(as_ever[1:20])
+
+
+def test_bursts_of_cold_requests_answer_sooner_if_the_largest_gain_has_the_link_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Than if loads follow each other as they began. Neither lets a request wait longer."""
+    machine = MACHINES["a100-llama8b"]
+    link = replace(machine.model.link, bytes_per_s=machine.model.link.bytes_per_s / 4)
+    machine = replace(machine, model=replace(machine.model, link=link))
+    rng = random.Random(1)
+    requests = [
+        WorkloadRequest(3.0 * burst + 0.002 * number, 8 * burst + number, rng.choice((32, 128, 512)), 8)
+        for burst in range(4)
+        for number in range(8)
+    ]
+    ranks = tuple(rng.choice((8, 32, 128)) for _ in requests)
+
+    def first_tokens_s() -> list[float]:
+        replayed = simulate(machine, Workload(tuple(requests), ranks, 64), SimulationOptions())
+        return [(record.first_token_s or 0.0) - record.arrival_s for record in replayed.records]
+
+    by_gain_s = first_tokens_s()
+    monkeypatch.setattr(cold_start, "in_order", lambda loads, *_: list(loads))
+    as_begun_s = first_tokens_s()
+    assert sum(by_gain_s) <= 0.9 * sum(as_begun_s)
+    assert max(by_gain_s) <= max(as_begun_s)
 
 
 def test_a_policy_is_named_or_given() -> None:
