@@ -57,7 +57,7 @@ def main() -> None:
         weights = directory / "adapters" / adapter_name(_RANK, _TARGETS)
         num_bytes = (weights / "adapter_model.safetensors").stat().st_size
         config = make_config(model, directory / "adapters", options.profile, cpus)
-        config = replace(config, host_adapter_bytes=f"{3 * num_bytes // 2 // _MIB}MiB")
+        config = replace(config, host_bytes=f"{3 * num_bytes // 2 // _MIB}MiB")
         if options.profile is None:
             path = options.keep_profile or directory / "profile.json"
             config = with_measured_profile(config, path, _PROFILE_S, _say)

@@ -6,7 +6,7 @@ Engines in this process, stepped by the script, which differ in `--prefix-cache`
 - the first token of a session's second turn, of 1,000 tokens, with the KV of the first turn;
 - batches of requests that share nothing: while the cache still grows, so that new blocks touch
   unused memory, and with a full pool, so that each allocation evicts a block;
-- with a KV tier on the host (`--host-kv-bytes`, over the link): a second turn with its history only
+- with a KV tier on the host (`--host-bytes`, over the link): a second turn with its history only
   on the host, and the gaps of running requests while blocks move both ways.
 
 Also measured is the memory of a process that serves sessions until it has written its budget
@@ -52,7 +52,7 @@ _FILLING_REQUESTS = 32  # alone they take 13 of them each
 _MODEL = {"num_hidden_layers": 6}
 _NUM_RUNNING, _NUM_RETURNS = 4, 8
 _BUDGET_GIB, _BUDGET_TIMES = 0.0625, 3
-_HOST_OPTION = "host_kv_bytes"
+_HOST_OPTION = "host_bytes"
 _CASES = ("turn", "reuse", "host", "memory")
 _TIMEOUT_S = 120.0
 

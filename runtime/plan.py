@@ -105,6 +105,19 @@ Transfer: TypeAlias = AdapterTransfer | KvTransfer  # ends later, reported by Ex
 
 
 @dataclass(frozen=True, slots=True)
+class HostMove:
+    """Moves memory of one section between the host's segments of adapters and KV.
+
+    Ends with a ``TransferResult``. If it fails, the section stays where it was.
+    """
+
+    transfer_id: TransferId
+    to_kv: bool
+    source: int  # the number of the section in the segment that gives it; nothing lies there
+    target: int  # the same in the segment that takes it
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. ``sub_batches`` may be empty: a plan can carry only transfers and evictions."""
 
@@ -125,6 +138,9 @@ class StepPlan:
     # Evicted from host memory after ``evict_adapters``; nothing uses them. Unknown places are no
     # error.
     host_evictions: tuple[HostPlaceId, ...] = ()
+    # After ``host_evictions``, before transfers. The next plan repeats that of a plan that was lost,
+    # and then only its result if the move has ended.
+    host_move: HostMove | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -228,9 +244,10 @@ class Executor(Protocol):
         - Rows that cannot be computed in their sub-batch return as RETRY.
         - Each plan has one ``StepResult``, also without rows. Each transfer has one
           ``TransferResult``, after any ``TransferProgress``. After it nothing reads or writes the
-          load's place on the host.
-        - Adapters are evicted first on the device, then on the host. Then transfers begin, then
-          rows. ASSISTED rows may use layer groups of loads that have not ended.
+          load's place on the host. ``host_move`` has one, too.
+        - Adapters are evicted first on the device, then on the host. Then memory of the host
+          moves, then transfers begin, then rows. ASSISTED rows may use layer groups of loads that
+          have not ended.
         - A sampled token has position ``start_position + num_tokens`` and is stored there, and
           forced tokens after it. A row that is computed again replaces it and all later tokens.
         - ``ended_requests`` may be unknown.

@@ -53,10 +53,13 @@ class ArenaPages:
 
     An elastic segment has memory only for allocated ranges. Huge pages are then requested inside
     a range, because one that reached beyond it would hold memory that is not accounted for. A
-    segment that is not elastic allocates all memory at once; ``take`` and ``give_back`` do nothing.
+    segment that is not elastic allocates all memory at once, or in sections; ``take`` and
+    ``give_back`` do nothing.
     """
 
-    def __init__(self, segment: Segment, *, is_elastic: bool, setting: str | None = None) -> None:
+    def __init__(
+        self, segment: Segment, *, is_elastic: bool, in_sections: bool = False, setting: str | None = None
+    ) -> None:
         """``setting`` overrides the kernel's; None = read it. Raises ``SpaceError``."""
         assert segment.is_sparse, "its memory was allocated before requesting huge pages"
         self._segment = segment
@@ -68,7 +71,7 @@ class ArenaPages:
             setting,
             "requested" if self._wants_huge else "not requested",
         )
-        if not is_elastic:
+        if not (is_elastic or in_sections):
             self._take(0, segment.num_bytes)
         elif self._wants_huge:
             self._advise(0, segment.num_bytes, MADV_NOHUGEPAGE)
@@ -80,8 +83,20 @@ class ArenaPages:
 
     def give_back(self, offset: int, num_bytes: int) -> None:
         """Return the memory of an allocated range."""
+        if self._is_elastic:
+            self._give_back(offset, num_bytes)
+
+    def take_section(self, offset: int, num_bytes: int) -> None:
+        """Allocate memory for a section of a segment that is not elastic. Raises ``SpaceError``."""
         if not self._is_elastic:
-            return
+            self._take(offset, num_bytes)
+
+    def give_section(self, offset: int, num_bytes: int) -> None:
+        """Return the memory of a section, likewise."""
+        if not self._is_elastic:
+            self._give_back(offset, num_bytes)
+
+    def _give_back(self, offset: int, num_bytes: int) -> None:
         start, end = self._huge_interior(offset, num_bytes)
         if self._wants_huge and end > start:
             self._advise(start, end - start, MADV_NOHUGEPAGE)
@@ -143,27 +158,29 @@ class ArenaEntry:
 class HostArena:
     """See the module. Owns its segment."""
 
-    def __init__(self, segment: Segment, *, is_elastic: bool) -> None:
+    def __init__(self, segment: Segment, *, is_elastic: bool, in_sections: bool = False) -> None:
         """``segment`` is sparse; ``is_elastic``: memory is allocated and returned per adapter.
 
-        Raises ``SpaceError``.
+        ``in_sections``: there is no place before ``take_section``. Raises ``SpaceError``.
         """
         self.segment = segment
-        self._pages = ArenaPages(segment, is_elastic=is_elastic)
+        self._pages = ArenaPages(segment, is_elastic=is_elastic, in_sections=in_sections)
         self._entries: dict[int, ArenaEntry] = {}
         self._leaving: list[ArenaEntry] = []  # evicted, and still referenced
         self._lock = threading.Lock()
 
     @classmethod
-    def create(cls, num_bytes: int, *, is_elastic: bool, backing: Backing = "auto") -> Self:
-        """Make an arena of ``num_bytes`` of memory, or of addresses if it is elastic.
+    def create(
+        cls, num_bytes: int, *, is_elastic: bool, in_sections: bool = False, backing: Backing = "auto"
+    ) -> Self:
+        """Make an arena of ``num_bytes`` of memory, or of addresses if it is elastic or in sections.
 
         Raises ``SpaceError`` if the machine has too little memory.
         """
         rounded_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         segment = Segment.create(rounded_bytes, kind=KIND, backing=backing, is_sparse=True)
         try:
-            return cls(segment, is_elastic=is_elastic)
+            return cls(segment, is_elastic=is_elastic, in_sections=in_sections)
         except BaseException:
             segment.close()
             raise
@@ -245,6 +262,20 @@ class HostArena:
                 else:
                     self._give_back(entry)
 
+    def take_section(self, offset: int, num_bytes: int) -> None:
+        """Allocate memory for a section. Raises ``SpaceError``."""
+        self._pages.take_section(offset, num_bytes)
+
+    def check_unused(self, offset: int, num_bytes: int) -> None:
+        """Raise ``ShmError`` while an adapter, evicted or not, lies in this range."""
+        with self._lock:
+            if any(_overlap(entry.extents, [(offset, num_bytes)]) for entry in self._all_entries()):
+                raise ShmError("an adapter in this part of the host adapter arena is still in use")
+
+    def give_section(self, offset: int, num_bytes: int) -> None:
+        """Return the memory of an unused section to the system."""
+        self._pages.give_section(offset, num_bytes)
+
     def close(self) -> None:
         """Close the segment. Idempotent.
 
@@ -266,7 +297,7 @@ class HostArena:
         return [*self._entries.values(), *self._leaving]
 
     def _check_free(self, entry: ArenaEntry) -> None:
-        if any(_overlap(entry, other) for other in self._leaving):
+        if any(_overlap(entry.extents, other.extents) for other in self._leaving):
             raise ShmError("an evicted adapter in the host adapter arena is still in use")
 
     def _give_back(self, entry: ArenaEntry) -> None:
@@ -293,9 +324,9 @@ def _place_regions(regions: Sequence[RegionSpec], starts: Sequence[int]) -> Iter
             position += spec.num_bytes
 
 
-def _overlap(one: ArenaEntry, other: ArenaEntry) -> bool:
+def _overlap(extents: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
     return any(
         start < other_start + other_size and other_start < start + size
-        for start, size in one.extents
-        for other_start, other_size in other.extents
+        for start, size in extents
+        for other_start, other_size in others
     )

@@ -48,6 +48,19 @@ class RangeAllocator:
         self.free_bytes -= num_bytes
         return start
 
+    def withhold(self, start: int, num_bytes: int) -> None:
+        """Allocate this range, which must be free."""
+        position = bisect.bisect_right(self._starts, start) - 1
+        before = self._starts[position]
+        size, end = self._sizes[before], start + num_bytes
+        assert before <= start and end <= before + size, (start, num_bytes)
+        self._remove(before)
+        if start > before:
+            self._insert(before, start - before)
+        if end < before + size:
+            self._insert(end, before + size - end)
+        self.free_bytes -= num_bytes
+
     def free(self, start: int, num_bytes: int) -> None:
         assert num_bytes > 0 and num_bytes % self.granule_bytes == 0, num_bytes
         position = bisect.bisect_left(self._starts, start)

@@ -50,7 +50,7 @@ def sim_figures() -> tuple[dict[str, Any], dict[str, bool | None]]:
     replayed = replay_cluster(
         _MACHINE,
         workload,
-        SimulationOptions(host_adapter_bytes=1 << 40),
+        SimulationOptions(host_bytes=1 << 40),
         ClusterSpec(servers=tuple(ServerLife(factors=Factors(step=one)) for one in slowness)),
     )
     simulated_s = statistics.mean(

@@ -146,7 +146,7 @@ def options_of(cell: Cell) -> SimulationOptions:
             memory_policy=_memory_policy(cell.memory_policy),
             prefix_cache=True,
             adapter_memory_fraction=_SPLIT_SHARE if cell.memory_policy == SPLIT else None,
-            host_kv_bytes=cell.host_kv_gib * 2**30,
+            host_bytes=cell.host_kv_gib * 2**30 or None,
         )
     return options
 

@@ -183,7 +183,6 @@ class RealEngines:
             max_num_seqs=_MAX_SEQS,
             block_size=_BLOCK_SIZE,
             link_gib_per_s=_MEASURED_LINK_GIB,
-            host_adapter_bytes=str(_ARENA_BYTES),
         )
         path = kept / "profile.json"
         if not path.exists():
@@ -255,7 +254,7 @@ class RealEngines:
             memory_policy=options.memory_policy,
             growth_headroom=options.growth_headroom,
             prefix_cache="on" if options.prefix_cache else "off",
-            host_kv_bytes=str(options.host_kv_bytes),
+            host_bytes=str(_ARENA_BYTES + (options.host_bytes or 0)),
             adapter_memory_fraction=options.adapter_memory_fraction,
             load_strategy="auto" if cell.load_strategy is None else cell.load_strategy.value,
         )

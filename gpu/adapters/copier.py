@@ -5,6 +5,7 @@ to the runs of the load's memory.
 """
 
 import itertools
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -277,6 +278,7 @@ class AdapterCopier:
         layout: AdapterLayout,
         wanted: MatrixLayout,
         pages: DevicePages | None = None,
+        section_bytes: int = sys.maxsize,
     ) -> None:
         """Make the streams. With pages, which CUDA requires, allocate the lanes' buffers.
 
@@ -289,6 +291,7 @@ class AdapterCopier:
             layout: The layout of the arena, packed.
             wanted: The layout that the device's kernels read.
             pages: None = memory is allocated for each adapter.
+            section_bytes: Of the arena: a copy lies within a section, which is registered on its own.
         """
         assert layout.matrices is PACKED, layout.matrices.name
         assert pages is not None or where.type == "cpu", where
@@ -297,6 +300,7 @@ class AdapterCopier:
         self.wanted = wanted
         self._where = where
         self._lane = Lane(device.stream("load"))
+        self._section_bytes = section_bytes
         self._prefetch_lane = Lane(device.stream("prefetch"))
         self._reader: Stream | None = None
         self._pages = pages
@@ -367,10 +371,10 @@ class AdapterCopier:
             lane.staging = None
 
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes, in chunks."""
-        if source.numel() <= _CHUNK_BYTES:
-            self.device.copy(lane.stream, destination, source)
-            return
-        for start in range(0, source.numel(), _CHUNK_BYTES):
-            end = start + _CHUNK_BYTES
+        """Copy bytes of the arena, in chunks."""
+        first, start = int(source.storage_offset()), 0
+        while start < source.numel():
+            left_bytes = self._section_bytes - (first + start) % self._section_bytes
+            end = min(source.numel(), start + min(_CHUNK_BYTES, left_bytes))
             self.device.copy(lane.stream, destination[start:end], source[start:end])
+            start = end

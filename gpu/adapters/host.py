@@ -9,6 +9,7 @@ import torch
 from ...runtime.adapters.resolved import AdapterPath
 from ...runtime.adapters.target_map import TargetMap
 from ...runtime.errors import AdapterError
+from ...runtime.memory.host_budget import HostSections
 from ...runtime.plan import HostPlace, HostPlaceId
 from ...shm.arena import HostArena, extent_sizes
 from ..device.base import Stream
@@ -57,6 +58,7 @@ class ArenaSize:
     is_elastic: bool  # memory is allocated per adapter and returned on eviction
     is_device_memory: bool = False  # kernels read the arena itself
     pages: DevicePages | None = None  # target of copies; None = memory is allocated per adapter
+    sections: HostSections | None = None  # shared with KV; None = the arena has all its memory
 
 
 class HostAdapters:
@@ -89,10 +91,12 @@ class HostAdapters:
         self._placements: dict[str, DeviceLayout] = {}  # by digest; of adapters that are copied
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:
-            self._copier = AdapterCopier(device, where, layout, backend.layout, size.pages)
-        arena = HostArena.create(size.num_bytes, is_elastic=size.is_elastic)
+            section_bytes = size.num_bytes if size.sections is None else size.sections.section_bytes
+            self._copier = AdapterCopier(device, where, layout, backend.layout, size.pages, section_bytes)
+        in_sections = size.sections is not None
+        arena = HostArena.create(size.num_bytes, is_elastic=size.is_elastic, in_sections=in_sections)
         try:
-            self.store = AdapterStore(arena, layout, open_source, device)
+            self.store = AdapterStore(arena, layout, open_source, device, size.sections)
         except BaseException:
             arena.close()
             raise
@@ -205,7 +209,7 @@ class HostAdapters:
         if self._copier is not None and sum(layer_bytes) > self.arena.capacity_bytes:
             raise AdapterError(
                 f"an adapter of {sum(layer_bytes)} bytes does not fit the host adapter arena of "
-                f"{self.arena.capacity_bytes} bytes; raise --host-adapter-bytes"
+                f"{self.arena.capacity_bytes} bytes; raise --host-bytes"
             )
 
     def _device_bytes(

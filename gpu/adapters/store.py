@@ -25,6 +25,7 @@ from ...runtime.adapters.resolved import (
     TakeTensor,
 )
 from ...runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
+from ...runtime.memory.host_budget import HostSections
 from ...runtime.plan import HostPlace, HostPlaceId
 from ...shm.arena import ArenaEntry, HostArena, extent_sizes
 from ...shm.errors import ShmError
@@ -231,13 +232,21 @@ class AdapterStore:
     """Owns the arena. ``register`` and ``fetch`` may run in different threads."""
 
     def __init__(
-        self, arena: HostArena, layout: AdapterLayout, open_source: OpenSource, device: TorchDevice
+        self,
+        arena: HostArena,
+        layout: AdapterLayout,
+        open_source: OpenSource,
+        device: TorchDevice,
+        sections: HostSections | None = None,
     ) -> None:
-        """Takes ownership of ``arena``."""
+        """Takes ownership of ``arena``. ``sections``: shared with KV; None = all have memory."""
         self.layout = layout
         self._arena = arena
         self._open = open_source
-        self._memory = device.register(arena.segment.pages, name="adapters")
+        self._memory = device.register(arena.segment.pages, name="adapters", in_parts=sections is not None)
+        self._section_bytes = 0 if sections is None else sections.section_bytes
+        for section in range(0 if sections is None else sections.num_adapter_sections):
+            self.take_section(section)
         self._bytes: torch.Tensor | None = self._memory.tensor(0, (arena.segment.num_bytes,), torch.uint8)
         self._contents: dict[str, ContentDigest] = {}  # of adapters that were read
         self._headers: dict[str, FileHeader] = {}  # of adapters that no load has read yet
@@ -303,6 +312,26 @@ class AdapterStore:
     def evict(self, place_ids: Iterable[HostPlaceId]) -> None:
         """Remove adapters from the arena."""
         self._arena.evict(place_ids)
+
+    def take_section(self, section: int) -> None:
+        """Allocate and register a section. Raises ``ShmError`` and ``DeviceError``."""
+        start, num_bytes = section * self._section_bytes, self._section_bytes
+        self._arena.take_section(start, num_bytes)
+        try:
+            self._memory.pin(start, num_bytes)
+        except BaseException:
+            self._arena.give_section(start, num_bytes)
+            raise
+
+    def give_section(self, section: int) -> None:
+        """Unregister a section, and return its memory to the system.
+
+        Raises ``ShmError`` while an evicted adapter there is still read, and ``DeviceError``.
+        """
+        start, num_bytes = section * self._section_bytes, self._section_bytes
+        self._arena.check_unused(start, num_bytes)
+        self._memory.unpin(start, num_bytes)
+        self._arena.give_section(start, num_bytes)
 
     def remove_content(self, digest: str) -> None:
         """Remove what is stored for this content; it is not fetched again."""

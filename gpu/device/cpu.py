@@ -107,8 +107,10 @@ class CpuDevice:
         """Threads store and read the words themselves."""
         return DeviceChoices("host", self.link.describe())
 
-    def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
-        """From now on copies to and from it use the link."""
+    def register(
+        self, memory: memoryview, *, name: str, is_paced: bool = True, in_parts: bool = False
+    ) -> HostMemory:
+        """From now on copies to and from it use the link, all parts of it."""
         self._check_open()
         host = HostMemory(memory, name=name, is_paced=is_paced, unregister=self._unregister)
         with self._lock:

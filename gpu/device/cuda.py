@@ -288,13 +288,25 @@ class CudaDevice:
         """The mechanisms in use, probed or configured."""
         return DeviceChoices(self._by.sync, self.link.describe())
 
-    def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
+    def register(
+        self, memory: memoryview, *, name: str, is_paced: bool = True, in_parts: bool = False
+    ) -> HostMemory:
         """Whole pages, while no wait is outstanding; see ``TorchDevice``."""
         self._check_open()
         self._check_no_wait(f"{name} cannot be registered")
         self._enter()
+
+        def before_part() -> None:
+            self._check_no_wait(f"no part of {name} can be registered or unregistered")
+            self._enter()
+
         registered = register_memory(
-            self._runtime, self._by.registrations, memory, name, on_close=self._unregister
+            self._runtime,
+            self._by.registrations,
+            memory,
+            name,
+            on_close=self._unregister,
+            before_part=before_part if in_parts else None,
         )
         registered.is_paced = is_paced
         if not is_paced:

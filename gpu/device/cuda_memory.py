@@ -9,6 +9,7 @@ address must be queried. Known from reports: one call should stay well under 512
 must not span two registrations.
 """
 
+import bisect
 import mmap
 import threading
 from collections.abc import Callable, Sequence
@@ -77,7 +78,7 @@ class Registrations:
 
     def __init__(self, registrar: Registrar) -> None:
         self.registrar = registrar
-        self._pieces: list[Piece] = []
+        self._pieces: list[Piece] = []  # by address
         self._lock = threading.Lock()
 
     def add(
@@ -94,7 +95,7 @@ class Registrations:
                 f"of the page size, {mmap.PAGESIZE}, because whole pages are pinned"
             )
         with self._lock:
-            for piece in self._pieces:
+            for piece in self._near(address, num_bytes):
                 if address < piece.address + piece.num_bytes and piece.address < address + num_bytes:
                     raise DeviceError(
                         f"{num_bytes} bytes at {address:#x} overlap with the {piece.num_bytes} "
@@ -109,7 +110,7 @@ class Registrations:
                 for piece in reversed(made):
                     self.registrar.unregister(piece)
                 raise
-            self._pieces += made
+            self._pieces = sorted([*self._pieces, *made], key=_address)
         return tuple(made)
 
     def find(self, address: int, num_bytes: int) -> Piece | None:
@@ -117,7 +118,7 @@ class Registrations:
 
         Raises ``DeviceError`` if a registration contains only a part of the range.
         """
-        for piece in self._pieces:
+        for piece in self._near(address, num_bytes):
             end = piece.address + piece.num_bytes
             if piece.address <= address and address + num_bytes <= end:
                 return piece
@@ -137,9 +138,19 @@ class Registrations:
             except DeviceError as error:
                 errors.append(error)
             with self._lock:
-                self._pieces.remove(piece)
+                self._pieces = [one for one in self._pieces if one is not piece]
         if errors:
             raise errors[0]
+
+    def _near(self, address: int, num_bytes: int) -> list[Piece]:
+        """The registrations that may have bytes of a range. There may be hundreds in all."""
+        pieces = self._pieces  # replaced as a whole by ``add`` and ``remove``
+        first = max(0, bisect.bisect_right(pieces, address, key=_address) - 1)
+        return pieces[first : bisect.bisect_left(pieces, address + num_bytes, key=_address)]
+
+
+def _address(piece: Piece) -> int:
+    return piece.address
 
 
 def register_memory(
@@ -149,8 +160,14 @@ def register_memory(
     name: str,
     *,
     on_close: Callable[[HostMemory], None] = lambda _: None,
+    before_part: Callable[[], None] | None = None,
 ) -> HostMemory:
-    """Register a buffer and check that the driver knows it. Raises ``DeviceError``."""
+    """Register a buffer and check that the driver knows it. Raises ``DeviceError``.
+
+    ``before_part``: it is registered in parts; called before each change of one.
+    """
+    if before_part is not None:
+        return _in_parts(registrations, memory, name, on_close, before_part)
     unregistered = HostMemory(memory, name=name, unregister=on_close)
     pieces = registrations.add(unregistered.address, unregistered.num_bytes)
 
@@ -168,6 +185,31 @@ def register_memory(
         registrations.remove(pieces)
         raise
     return registered
+
+
+def _in_parts(
+    registrations: Registrations,
+    memory: memoryview,
+    name: str,
+    on_close: Callable[[HostMemory], None],
+    before_part: Callable[[], None],
+) -> HostMemory:
+    parts: dict[tuple[int, int], tuple[Piece, ...]] = {}
+
+    def pin(address: int, num_bytes: int) -> None:
+        before_part()
+        parts[address, num_bytes] = registrations.add(address, num_bytes)
+
+    def unpin(address: int, num_bytes: int) -> None:
+        before_part()
+        registrations.remove(parts[address, num_bytes])
+        del parts[address, num_bytes]
+
+    def unregister(closing: HostMemory) -> None:
+        on_close(closing)
+        registrations.remove(tuple(piece for pieces in parts.values() for piece in pieces))
+
+    return HostMemory(memory, name=name, unregister=unregister, pin=pin, unpin=unpin)
 
 
 def _common_device_address(name: str, pieces: Sequence[Piece]) -> int:

@@ -18,6 +18,11 @@ from .base import Device, DeviceError, Stream, Word
 from .link import PacedLink
 
 WORD_BYTES = 4
+RangeCall = Callable[[int, int], None]  # with an address and a number of bytes
+
+
+def ignore_range(address: int, num_bytes: int) -> None:
+    """Pin or unpin nothing: the device reads any memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,12 @@ class HostMemory:
         device_address: int = 0,
         is_paced: bool = True,
         unregister: Callable[["HostMemory"], None],
+        pin: RangeCall = ignore_range,
+        unpin: RangeCall = ignore_range,
     ) -> None:
         """For devices. ``unregister`` is called once, at the start of ``close``.
+
+        ``pin`` and ``unpin`` get the address and the bytes of a part.
 
         Raises ``DeviceError`` if ``memory`` is read-only, empty or not contiguous.
         """
@@ -55,6 +64,7 @@ class HostMemory:
         self.device_address = device_address
         self._bytes: torch.Tensor | None = torch.frombuffer(array, dtype=torch.uint8)
         self._unregister = unregister
+        self._pin, self._unpin = pin, unpin
 
     def contains(self, address: int, num_bytes: int) -> bool:
         """Whether the whole range lies in this memory; an overlap raises ``DeviceError``."""
@@ -79,6 +89,17 @@ class HostMemory:
         self._check(offset_bytes, WORD_BYTES, WORD_BYTES)
         device_address = self.device_address and self.device_address + offset_bytes
         return Word(name, self.address + offset_bytes, device_address)
+
+    def pin(self, offset_bytes: int, num_bytes: int) -> None:
+        """Register a part of memory ``in_parts``; see ``TorchDevice.register``.
+
+        Raises ``DeviceError`` while a stream waits for a word, and if the device refuses.
+        """
+        self._pin(self.address + offset_bytes, num_bytes)
+
+    def unpin(self, offset_bytes: int, num_bytes: int) -> None:
+        """Unregister a range that ``pin`` has registered; nothing may use it. Raises as ``pin``."""
+        self._unpin(self.address + offset_bytes, num_bytes)
 
     def close(self) -> None:
         """Unregister; its tensors and words must not be used any more. Idempotent.
@@ -113,11 +134,15 @@ class TorchDevice(Device[torch.Tensor], Protocol):
     def link(self) -> PacedLink:
         """The link of copies between registered memory and the device."""
 
-    def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
+    def register(
+        self, memory: memoryview, *, name: str, is_paced: bool = True, in_parts: bool = False
+    ) -> HostMemory:
         """Register host memory: the payload of a segment, or any writable buffer.
 
         Copies between it and the device use the link, paced unless ``is_paced`` is false. On CUDA
         it must start and end on a page and no wait may be outstanding. Ranges must not overlap.
+        ``in_parts``: only parts that ``HostMemory.pin`` names are registered, under the same
+        conditions, and a copy must lie within one of them.
 
         Raises ``DeviceError`` if the memory cannot be registered.
         """

@@ -502,7 +502,7 @@ def make_host_adapters(
             group_layers,
         )
     except ShmError as error:
-        raise ResourceError(f"{error} (--host-adapter-bytes)") from error
+        raise ResourceError(f"{error} (--host-bytes)") from error
     host.set_base(BaseReader(loaded.model))
     return host
 

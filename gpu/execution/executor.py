@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from ...runtime.plan import (
     AdapterTransfer,
+    HostMove,
     HostPlaceId,
     Outcome,
     RequestId,
@@ -26,6 +28,7 @@ from ...runtime.plan import (
     SubBatchKind,
     TokenLogprobs,
     Transfer,
+    TransferResult,
     WorkersChanged,
 )
 from ...shm.errors import ShmError
@@ -34,6 +37,7 @@ from ..adapters.loader import AdapterLoader
 from ..adapters.resident import ResidentAdapter, ResidentAdapters
 from ..coexec.assistant import Assistant, ColdRow
 from ..coexec.cold_deltas import ColdDeltas
+from ..device.base import DeviceError
 from ..device.lost import raise_if_lost
 from ..forward.lower import ForwardInputs, PackedRows, lower
 from ..kv.host import HostKv
@@ -49,6 +53,18 @@ _LOG = logging.getLogger(__name__)
 _VOID = "a CPU worker or a copy of the adapter failed"
 
 
+class SectionMemory(Protocol):
+    """One of the two segments of the host's memory that share sections."""
+
+    def take_section(self, section: int) -> None:
+        """Take memory for a section. Raises ``ShmError`` or ``DeviceError``, and takes nothing."""
+        ...
+
+    def give_section(self, section: int) -> None:
+        """Return the memory of a section. Raises as ``take_section``, and returns nothing."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFetch:
     """How adapters are fetched to the host and evicted from it."""
@@ -56,6 +72,7 @@ class AdapterFetch:
     fetch: FetchAdapter
     evict: Callable[[Sequence[HostPlaceId]], None]  # removes adapters from the host's memory
     cpus: tuple[int, ...] = ()  # cores of the reading thread; () = those of the engine
+    memory: SectionMemory | None = None  # if it shares sections with KV
 
 
 class DeviceExecutor:
@@ -94,6 +111,8 @@ class DeviceExecutor:
         self._assistant = assistant
         self._num_ready_workers = 0  # as last reported
         self._evict_from_host = fetch.evict
+        self._adapter_memory = fetch.memory
+        self._moved: TransferResult | None = None  # of the last move
         loader = AdapterLoader(fetch.fetch, self._notify, fetch.cpus)
         self._table = table
         self._adapters = ResidentAdapters(loader, table, self._results)
@@ -115,6 +134,11 @@ class DeviceExecutor:
         self._requests.update_blocks(plan.block_updates)
         if plan.host_evictions:
             self._evict_from_host(plan.host_evictions)
+        move = plan.host_move
+        if move is not None:
+            if self._moved is None or self._moved.transfer_id != move.transfer_id:
+                self._moved = self._move_section(move)
+            self._results.append(self._moved)
         self._runner.pool.release(plan.freed_blocks)
         if plan.load_order:
             self._adapters.order(plan.load_order)
@@ -354,6 +378,23 @@ class DeviceExecutor:
             if self._kv is not None:
                 stack.enter_context(self._kv.polling_suspended())
             yield
+
+    def _move_section(self, move: HostMove) -> TransferResult:
+        """Move memory of the host from one segment to the other; for a moment both have it."""
+        assert self._kv is not None and self._adapter_memory is not None
+        giver, taker = (self._adapter_memory, self._kv) if move.to_kv else (self._kv, self._adapter_memory)
+        try:
+            taker.take_section(move.target)
+            try:
+                giver.give_section(move.source)
+            except BaseException:
+                taker.give_section(move.target)
+                raise
+        except (ShmError, DeviceError) as error:
+            raise_if_lost(error)
+            _LOG.info("memory of the host stays with %s: %s", ("KV", "adapters")[move.to_kv], error)
+            return TransferResult(move.transfer_id, str(error))
+        return TransferResult(move.transfer_id)
 
     def _start_transfer(self, transfer: Transfer) -> None:
         if isinstance(transfer, AdapterTransfer):

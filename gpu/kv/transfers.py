@@ -126,6 +126,17 @@ class KvTransfers:
             lane = self._demand if transfer.is_demand else self._prefetch
         lane.waiting.append(moving)
 
+    def take_section(self, section: int) -> None:
+        """See ``HostKv``."""
+        self._host.take_section(section)
+
+    def give_section(self, section: int) -> None:
+        """See ``HostKv``."""
+        size = self._host.sections.slots_per_section
+        for moving in self._moving.values():
+            assert all(slot // size != section for slot in moving.transfer.host_slots), (section, moving)
+        self._host.give_section(section)
+
     def promote(self, transfer_id: TransferId) -> None:
         """Make a prefetch urgent, as a request waits for it; ignores transfers that have ended."""
         moving = self._moving.get(transfer_id)

@@ -14,9 +14,8 @@ from ..machine.devices import VisibleDevice
 from ..machine.facts import MachineFacts
 
 _GIB = 2**30
-_HOST_SHARE = 1 / 8  # of free memory, for adapters and for KV each; the default of a single engine
-_MAX_HOST_ADAPTER_BYTES = 8 * _GIB
-_MAX_HOST_KV_BYTES = 16 * _GIB
+_HOST_SHARE = 1 / 4  # of free memory, for adapters and KV; the default of a single engine
+_MAX_HOST_BYTES = 24 * _GIB
 
 Core = tuple[int, ...]  # the CPUs of a physical core
 
@@ -40,8 +39,7 @@ class EngineShare:
     num_threads: int | None = None  # of an engine on shared cores
     device: VisibleDevice | None = None  # None = the CPU, or the devices that the process sees
     memory_bytes: int | None = None  # for KV and adapters; None = the engine decides
-    host_adapter_bytes: int | None = None  # host memory of an engine on a device
-    host_kv_bytes: int | None = None
+    host_bytes: int | None = None  # host memory of an engine on a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +207,7 @@ def _memory(machine: MachineFacts, needs: EngineNeeds, *, has_devices: bool) -> 
         return EngineShare()
     if has_devices:
         part_bytes = int(free_bytes * _HOST_SHARE) // number
-        return EngineShare(
-            host_adapter_bytes=min(part_bytes, _MAX_HOST_ADAPTER_BYTES),
-            host_kv_bytes=min(part_bytes, _MAX_HOST_KV_BYTES),
-        )
+        return EngineShare(host_bytes=min(part_bytes, _MAX_HOST_BYTES))
     left_bytes = free_bytes - number * needs.weights_bytes
     if left_bytes <= 0:
         raise ConfigError(

@@ -169,24 +169,15 @@ class EngineConfig:
         help="Share of the memory that is for adapters alone, with --memory-policy static-split; "
         "default: 0.25. With any other policy adapters and KV blocks share the memory.",
     )
-    host_adapter_bytes: str | None = option(
+    host_bytes: str | None = option(
         None,
         metavar="BYTES",
         number_as_text=True,
-        help="Host memory for packed adapters, such as 4GiB; default: an eighth of the free "
-        "memory, at most 8 GiB. Adapters are copied from there to the device. On a CPU without "
-        "--link-gib-per-s they are used in place, and this limits the memory of adapters that no "
-        "request uses.",
-        check=parse_num_bytes,
-    )
-    host_kv_bytes: str | None = option(
-        None,
-        metavar="BYTES",
-        number_as_text=True,
-        help="Host memory for the KV of finished requests, such as 16GiB; default: an eighth of "
-        "the free memory, at most 16 GiB. It is copied back to the device for requests with the "
-        "same prefix. 0 on a CPU without --link-gib-per-s, where KV blocks are in host memory "
-        "anyway.",
+        help="Host memory for packed adapters and for KV of finished requests together, such as 16GiB; "
+        "default: a quarter of the free memory, at most 24 GiB. Both are copied from there to the "
+        "device, and memory moves to the one that needs it. On a CPU without --link-gib-per-s adapters "
+        "are used in place, KV blocks are in host memory anyway, and this limits the memory of adapters "
+        "that no request uses.",
         check=parse_num_bytes,
     )
     prefix_cache: str = option(

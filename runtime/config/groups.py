@@ -77,15 +77,8 @@ _SERVE_GROUPS = (
     ),
     OptionGroup(
         "Memory",
-        ("memory_gib", "host_adapter_bytes"),
-        (
-            "memory_fraction",
-            "host_kv_bytes",
-            "prefix_cache",
-            "adapter_memory_fraction",
-            "memory_policy",
-            "block_size",
-        ),
+        ("memory_gib", "host_bytes"),
+        ("memory_fraction", "prefix_cache", "adapter_memory_fraction", "memory_policy", "block_size"),
     ),
     OptionGroup(
         "Device and CPU",

@@ -133,7 +133,7 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     backends: dict[str, str]  # by operation (attention, LoRA and so on)
     summary: tuple[str, ...]  # lines for the log
     adapter_memory_bytes: int | None = None  # of these for adapters alone; None = shared with KV
-    host_kv_tokens: int = 0  # room for KV on the host
+    host_kv_tokens: int = 0  # the most that the host keeps
     context_bytes: int = 0  # KV of one request with a full context
     max_queue_s: float | None = None  # longest wait for the first step; None = no limit
     # Measuring failed at start: no co-execution, requests wait for their adapters.

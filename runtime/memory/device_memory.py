@@ -14,6 +14,7 @@ from .adapter_cache import AdapterCache, AdapterState
 from .adapter_log import EvictionReason
 from .block_pool import BlockPool
 from .grant import Grant, MemoryCommands, Need, Verdict
+from .host_budget import HostBudget, HostSections
 from .host_cache import HostCache
 from .kv_tree import KvNode, KvTree
 from .loads import AdapterLoads, AdapterRegistrations
@@ -64,12 +65,13 @@ class DeviceMemory:
         self.host = host
         self.registrations = AdapterRegistrations(pool.budget, host)
         self.pins = Pins(cache, pool)
-        slots = HostSlots(num_host_slots)
+        self._slots = slots = HostSlots(num_host_slots)
         reuse = None if inputs is None else inputs.kv_reuse
         self.prefixes = PrefixCache(pool, tree, cache.policy, slots, reuse)
         self.tied_kv = TiedKv(cache, self.prefixes)
         self.transfers = TransferTable() if transfers is None else transfers
         self.room = RoomMaker(pool, cache, self.prefixes, self.pins, self._evict)
+        self.host_budget: HostBudget | None = None  # None = adapters and KV have their own memory
         self._inputs = inputs
         self.swapper: KvSwapper | None = None
         if num_host_slots:
@@ -87,6 +89,12 @@ class DeviceMemory:
         self._dropped: dict[AdapterId, None] = {}  # evicted once they are idle
         self._removed: list[AdapterId] = []  # dropped and gone, until they are taken
 
+    def share_host(self, sections: HostSections) -> None:
+        """Let adapters and KV share the host's memory; before either uses it."""
+        assert self.host is not None
+        new_id = self.transfers.new_id
+        self.host_budget = HostBudget(sections, self.host, self._slots, self.prefixes, new_id)
+
     @property
     def has_work(self) -> bool:
         """Whether a transfer is open, a dropped adapter is left, or evictions wait for a plan."""
@@ -95,8 +103,10 @@ class DeviceMemory:
 
     @property
     def wake_at_s(self) -> float | None:
-        """When the next plan may swap something without an event; None = never."""
-        return None if self.swaps is None else self.swaps.wake_at_s
+        """When the next plan may swap or move something without an event; None = never."""
+        parts = (self.swaps, self.host_budget)
+        times_s = [None if part is None else part.wake_at_s for part in parts]
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     @property
     def num_used_blocks(self) -> int:
@@ -292,6 +302,7 @@ class DeviceMemory:
         for adapter_id in self.cache.unwanted_ids():
             self._evict(adapter_id, EvictionReason.UNUSED)
         evictions, self._evictions = tuple(self._evictions), []
+        host_move = None if self.host_budget is None else self.host_budget.take_command(now_s)
         return MemoryCommands(
             evict_adapters=evictions,
             freed_blocks=self.relief.take_freed_blocks(is_needed=has_loads),
@@ -299,6 +310,7 @@ class DeviceMemory:
             promoted_transfers=self.transfers.take_promoted(),
             load_order=self.transfers.take_order(),
             host_evictions=self.relief.take_host_evictions(),
+            host_move=host_move,
         )
 
     def evict_again(self, adapter_ids: Iterable[AdapterId], place_ids: Sequence[HostPlaceId]) -> None:
@@ -307,6 +319,8 @@ class DeviceMemory:
         self._evictions += [one for one in adapter_ids if self.cache.state(one) is absent]
         if self.host is not None:
             self.host.evict_again(place_ids)
+        if self.host_budget is not None:
+            self.host_budget.repeat()
 
     def end_transfer(self, result: TransferResult, now_s: float) -> OpenTransfer | None:
         """Apply the end of a transfer and return it; None if it is unknown or has ended."""
@@ -324,6 +338,8 @@ class DeviceMemory:
         elif isinstance(transfer, OpenCopy):
             assert self.swapper is not None
             self.swapper.end(transfer, has_failed=has_failed)
+        elif self.host_budget is not None:
+            self.host_budget.end(result, now_s)
         return transfer
 
     def check_invariants(self) -> None:
@@ -341,6 +357,8 @@ class DeviceMemory:
         self.loads.check_invariants()
         if self.host is not None:
             self.host.check_invariants()
+        if self.host_budget is not None:
+            self.host_budget.check_invariants()
 
     def check_grants(self, grants: Iterable[Grant]) -> None:
         """Assert that grants and copies hold all blocks in use; ``grants``: all open ones."""

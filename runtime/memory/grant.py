@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ..plan import AdapterId, BlockId, HostPlaceId, Transfer, TransferId
+from ..plan import AdapterId, BlockId, HostMove, HostPlaceId, Transfer, TransferId
 from ..request import Request
 from .kv_tree import KvNode
 
@@ -80,3 +80,4 @@ class MemoryCommands(NamedTuple):
     promoted_transfers: tuple[TransferId, ...]
     load_order: tuple[TransferId, ...]
     host_evictions: tuple[HostPlaceId, ...]
+    host_move: HostMove | None

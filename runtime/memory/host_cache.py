@@ -12,7 +12,7 @@ separate ranges. So memory is lost to fragmentation only if no free range is as 
 import itertools
 import mmap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...shm.arena_ranges import RangeAllocator
@@ -29,10 +29,18 @@ class _Kept:
     digest: str = ""  # of its content, once it is there
     is_findable: bool = False  # in the index by content
     num_users: int = 1  # loads and registrations under way, and device copies read in place
+    last_use: int = 0  # number of the last use, with sections
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_bytes = sum(size for _, size in self.extents)
+
+    def in_sections(self, section_bytes: int) -> Iterable[tuple[int, int]]:
+        """Yield the bytes in each section of its extents; a section may come more than once."""
+        for start, size in self.extents:
+            for section in range(start // section_bytes, -(-(start + size) // section_bytes)):
+                first = section * section_bytes
+                yield section, min(start + size, first + section_bytes) - max(start, first)
 
 
 class HostCache:
@@ -53,6 +61,11 @@ class HostCache:
         self._ranges = RangeAllocator(capacity_bytes, mmap.PAGESIZE)
         self._max_bytes = self._ranges.capacity_bytes if idle_bytes is None else idle_bytes
         self._limit_bytes = self._max_bytes
+        self.section_bytes = self._ranges.capacity_bytes
+        self.away: set[int] = set()  # sections of the addresses without memory
+        self._next_use: Callable[[], int] = lambda: 0
+        self.is_short = False  # a load that something waits for has found no room
+        self.lost_use: int | None = None  # the last use of what was evicted for room since then
         self._kept: dict[HostPlaceId, _Kept] = {}
         self._by_digest: dict[str, _Kept] = {}
         self._idle: dict[HostPlaceId, _Kept] = {}  # without users; oldest use first
@@ -62,15 +75,55 @@ class HostCache:
         self.evictions: Counter[EvictionReason] = Counter()
         self._evictions_of: dict[str, Counter[EvictionReason]] = {}  # by content
 
+    def divide(self, section_bytes: int, away: range, next_use: Callable[[], int]) -> None:
+        """Divide the addresses into sections, of which those ``away`` have no memory yet.
+
+        Call it at the start. ``next_use`` numbers the uses of adapters and of KV.
+        """
+        self.section_bytes, self._next_use = section_bytes, next_use
+        for section in away:
+            self.give_section(section)
+
+    def coldest_section(self, since: int) -> tuple[float, int] | None:
+        """Return the idle section least used after ``since``, behind the share that was used.
+
+        None if all are in use, or one is left: without memory on the host no adapter is loaded.
+        """
+        num_sections = self._ranges.capacity_bytes // self.section_bytes
+        warm = dict.fromkeys(set(range(num_sections)) - self.away, 0)
+        if len(warm) == 1:
+            return None
+        for kept in self._kept.values():
+            for section, num_bytes in kept.in_sections(self.section_bytes):
+                if kept.num_users:
+                    warm.pop(section, None)
+                elif kept.last_use > since and section in warm:
+                    warm[section] += num_bytes
+        coldest = min(warm, key=lambda section: (warm[section], -section), default=None)
+        return None if coldest is None else (warm[coldest] / self.section_bytes, coldest)
+
+    def give_section(self, section: int) -> None:
+        """Evict what lies in an idle section, and use its memory no more."""
+        for kept in tuple(self._idle.values()):
+            if any(section == one for one, _ in kept.in_sections(self.section_bytes)):
+                self._evict(kept, EvictionReason.KV)
+        self._ranges.withhold(section * self.section_bytes, self.section_bytes)
+        self.away.add(section)
+
+    def take_section(self, section: int) -> None:
+        """Use the memory that a section has got."""
+        self.away.remove(section)
+        self._ranges.free(section * self.section_bytes, self.section_bytes)
+
     @property
     def capacity_bytes(self) -> int:
         """Limit of all adapters together."""
-        return self._ranges.capacity_bytes
+        return self._ranges.capacity_bytes - len(self.away) * self.section_bytes
 
     @property
     def taken_bytes(self) -> int:
         """Bytes of all adapters."""
-        return self._ranges.capacity_bytes - self._ranges.free_bytes
+        return self.capacity_bytes - self._ranges.free_bytes
 
     @property
     def idle_bytes(self) -> int:
@@ -124,7 +177,7 @@ class HostCache:
 
         Returns None if the adapter could not be kept there afterwards.
         """
-        if sum(layer_bytes) > self._limit_bytes - self._used_bytes():
+        if sum(layer_bytes) > min(self._limit_bytes, self.capacity_bytes) - self._used_bytes():
             return None
         place = self._place(layer_bytes)
         self._trim()
@@ -141,6 +194,7 @@ class HostCache:
             kept.is_findable, self._by_digest[digest] = True, kept
         elif self._idle.pop(known.place_id, None) is not None:  # now the newest use
             self._idle[known.place_id] = known
+            known.last_use = self._next_use()
 
     def end_use(self, place_id: HostPlaceId) -> None:
         """End one use: a load, a registration or a device copy that is read in place.
@@ -154,6 +208,7 @@ class HostCache:
             return
         if kept.is_findable:
             self._idle[place_id] = kept
+            kept.last_use = self._next_use()
             self._trim()
         else:
             self._evict(kept)
@@ -187,6 +242,8 @@ class HostCache:
     def check_invariants(self) -> None:
         """Assert that places do not overlap, that bytes add up, and that uses agree."""
         self._ranges.check_invariants()
+        for kept in self._kept.values():
+            assert self.away.isdisjoint(section for section, _ in kept.in_sections(self.section_bytes)), kept
         end = 0
         for start, size in sorted(part for kept in self._kept.values() for part in kept.extents):
             assert start >= end, "two places overlap"
@@ -211,7 +268,7 @@ class HostCache:
     def _make_room(self, sizes: Sequence[int]) -> list[int] | None:
         """Take ranges with as few evictions as possible. None, without evictions, if none fit."""
         starts = _take(self._ranges, sizes)
-        if starts is not None or sum(sizes) > self._ranges.capacity_bytes - self._used_bytes():
+        if starts is not None or sum(sizes) > self.capacity_bytes - self._used_bytes():
             return starts
         ranges = self._ranges.copy()
         victims: list[_Kept] = []
@@ -225,6 +282,7 @@ class HostCache:
             return None
         for victim in victims:
             self._evict(victim, EvictionReason.ADAPTER)
+            self.lost_use = max(victim.last_use, self.lost_use or 0)
         taken = _take(self._ranges, sizes)
         assert taken == starts, (taken, starts)
         return starts

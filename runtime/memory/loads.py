@@ -56,6 +56,7 @@ class AdapterLoads:
         if self._host is not None:
             place = self._host.begin_load(adapter.digest, adapter.host_bytes)
             if place is None:
+                self._host.is_short |= is_demand
                 return None
         self.known[adapter_id] = adapter
         has_begun = self._cache.begin_load(adapter_id, num_bytes, adapter.run_pages)

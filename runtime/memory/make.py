@@ -7,6 +7,7 @@ from ..errors import ConfigError, ResourceError
 from .adapter_cache import AdapterCache
 from .block_pool import BlockPool, MemoryBudget
 from .device_memory import DeviceMemory
+from .host_budget import HostSections
 from .host_cache import HostCache
 from .kv_tree import KvTree
 from .pages import Pages
@@ -33,7 +34,8 @@ class MemorySizes:
     adapter_limit_bytes: int | None = None
     has_pages: bool = False  # blocks and adapters have pages of ``block_bytes``
     max_history_blocks: int | None = None  # blocks that no request uses; None = no limit
-    num_host_slots: int = 0  # KV blocks that fit the host
+    num_host_slots: int = 0  # KV blocks that fit the host if adapters need no memory there
+    host_sections: HostSections | None = None  # shared with adapters; None = each has its own memory
     # Share for adapters under policies that split memory; None = not configured.
     adapter_share: float | None = None
 
@@ -84,7 +86,7 @@ def make_device_memory(
         assert sizes.capacity_bytes % sizes.block_bytes == 0, sizes
         pages = Pages(sizes.capacity_bytes // sizes.block_bytes, sizes.block_bytes)
     tree = KvTree(sizes.block_size, sizes.block_bytes, ranking) if keeps_prefixes else None
-    return DeviceMemory(
+    memory = DeviceMemory(
         BlockPool(num_blocks, sizes.block_bytes, budget, pages),
         AdapterCache(budget, limit_bytes, ranking, pages),
         host,
@@ -94,6 +96,9 @@ def make_device_memory(
         inputs=inputs,
         num_host_slots=sizes.num_host_slots if keeps_prefixes and ranking.rules.keeps_history else 0,
     )
+    if sizes.host_sections is not None:
+        memory.share_host(sizes.host_sections)
+    return memory
 
 
 def _check_parts(sizes: MemorySizes, num_blocks: int, share: float) -> None:

@@ -9,9 +9,11 @@ must not fail.
 Nothing moves: what is placed stays where it is until it is freed.
 """
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Self
 
 from ..plan import AdapterId, BlockId
 
@@ -83,6 +85,14 @@ class Pages:
         self._runs: dict[AdapterId, tuple[range, ...]] = {}
         self.num_loads_without_run = 0  # enough pages were free, but no run was long enough
         self.num_extents_evicted = 0  # for such loads
+
+    def copy(self) -> Self:
+        """Return pages in the same state, for trying evictions."""
+        other = copy.copy(self)
+        other._free, other._serves_runs = list(self._free), list(self._serves_runs)
+        other._of_blocks = list(self._of_blocks)
+        other._runs = dict(self._runs)
+        return other
 
     @property
     def num_free_pages(self) -> int:

@@ -30,69 +30,127 @@ class HostSlots:
 
     def __init__(self, num_slots: int) -> None:
         """``num_slots``: number of slots; 0 = no KV is kept on the host."""
-        self.num_slots = num_slots
+        self._slots_per_section = num_slots
         self._free: list[int] = []  # heap
-        self._num_touched = 0  # ids from here on were never handed out
+        self._whole = [0] if num_slots else []  # heap: sections with free slots that are not in _free
+        self.away: set[int] = set()  # sections without memory
         self._nodes: OrderedDict[HostSlot, KvNode] = OrderedDict()  # oldest use first
-        self._num_moving = 0  # handed out, not yet of a node
+        self._last_use: dict[HostSlot, int] = {}  # of the slots of nodes
+        self._next_use: Callable[[], int] = lambda: 0
+        self._moving: set[HostSlot] = set()  # handed out, not yet of a node
+        self.lost_use: int | None = None  # the last use of what was dropped for room; 0 = unused
+
+    @property
+    def num_slots(self) -> int:
+        """Slots with memory."""
+        num_in_use = len(self._nodes) + len(self._moving)
+        return len(self._free) + num_in_use + len(self._whole) * self._slots_per_section
 
     def take(self) -> HostSlot | None:
         """Hand out a free slot for a copy; None if there is none."""
-        if self._free:
-            slot = heapq.heappop(self._free)
-        elif self._num_touched < self.num_slots:
-            slot = self._num_touched
-            self._num_touched += 1
-        else:
-            return None
-        self._num_moving += 1
-        return HostSlot(slot)
+        if not self._free:
+            if not self._whole:
+                return None
+            self._free.extend(self._slots_of(heapq.heappop(self._whole)))
+        slot = HostSlot(heapq.heappop(self._free))
+        self._moving.add(slot)
+        return slot
 
     def fill(self, slot: HostSlot, node: KvNode) -> None:
         """Assign a slot that was handed out to a node."""
-        self._num_moving -= 1
+        self._moving.remove(slot)
         self._nodes[slot] = node
+        self._last_use[slot] = self._next_use()
 
     def return_unused(self, slots: Iterable[HostSlot]) -> None:
         """Free slots that were handed out and not filled."""
         for slot in slots:
-            self._num_moving -= 1
+            self._moving.remove(slot)
             heapq.heappush(self._free, slot)
 
     def free(self, slots: Iterable[HostSlot]) -> None:
         """Free slots that nodes have given up."""
         for slot in slots:
-            del self._nodes[slot]
+            del self._nodes[slot], self._last_use[slot]
             heapq.heappush(self._free, slot)
 
     def use(self, path: Sequence[KvNode]) -> None:
         """Mark the blocks of a path as used. The first one counts as the newest use."""
         if self._nodes:
+            number = self._next_use()
             for node in reversed(path):
                 if node.host_slot is not None:
                     self._nodes.move_to_end(node.host_slot)
+                    self._last_use[node.host_slot] = number
 
     def oldest(self, spared: Collection[KvNode]) -> KvNode | None:
         """Return the least recently used node without references outside ``spared``, if any.
 
-        Skipped nodes count as used now, so that later calls do not visit them again.
+        The caller drops it. Skipped nodes count as used now, so that later calls do not visit them
+        again.
         """
+        self.lost_use = self.lost_use or 0
         for _ in range(len(self._nodes)):
             slot, node = next(iter(self._nodes.items()))
             if not node.num_references and node not in spared:
+                self.lost_use = max(self.lost_use, self._last_use[slot])
                 return node
             self._nodes.move_to_end(slot)
+            self._last_use[slot] = self._next_use()
         return None
+
+    def divide(self, slots_per_section: int, away: range, next_use: Callable[[], int]) -> None:
+        """Divide the slots into sections, the last of which are away; see ``HostCache.divide``."""
+        self._slots_per_section, self._next_use = slots_per_section, next_use
+        self._whole, self.away = list(range(away.start)), set(away)
+
+    def coldest_section(self, since: int) -> tuple[float, int] | None:
+        """Return the idle section least used after ``since``, behind the share that was used."""
+        num_warm = dict.fromkeys(self._whole, 0)
+        num_warm |= dict.fromkeys((slot // self._slots_per_section for slot in self._free), 0)
+        for slot in self._nodes:
+            section = slot // self._slots_per_section
+            num_warm[section] = num_warm.get(section, 0) + (self._last_use[slot] > since)
+        for slot in (*self._moving, *(slot for slot, node in self._nodes.items() if node.num_references)):
+            num_warm.pop(slot // self._slots_per_section, None)
+        coldest = min(num_warm, key=lambda section: (num_warm[section], -section), default=None)
+        return None if coldest is None else (num_warm[coldest] / self._slots_per_section, coldest)
+
+    def nodes_in(self, section: int) -> list[KvNode]:
+        """Return the nodes with slots in a section."""
+        return [self._nodes[slot] for slot in self._slots_of(section) if slot in self._nodes]
+
+    def give_section(self, section: int) -> None:
+        """Hand out the slots of a section no more. All of them must be free."""
+        slots = self._slots_of(section)
+        assert not any(slot in self._moving or slot in self._nodes for slot in slots), section
+        self._whole = [one for one in self._whole if one != section]
+        self._free = [slot for slot in self._free if slot not in slots]
+        heapq.heapify(self._whole)
+        heapq.heapify(self._free)
+        self.away.add(section)
+
+    def take_section(self, section: int) -> None:
+        """Hand out the slots of a section that has got memory."""
+        self.away.remove(section)
+        heapq.heappush(self._whole, section)
 
     def check_invariants(self) -> None:
         """Assert that each slot is counted once, and that nodes agree on their slots."""
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is free twice"
         assert not free & self._nodes.keys(), "a slot is free and in use"
-        assert 0 <= self._num_touched <= self.num_slots
-        assert len(free) + len(self._nodes) + self._num_moving == self._num_touched
+        assert self._nodes.keys() == self._last_use.keys()
+        taken = [*free, *self._nodes, *self._moving]
+        expanded = {slot // self._slots_per_section for slot in taken}
+        assert len(taken) == len(set(taken)) == len(expanded) * self._slots_per_section, "a slot is lost"
+        assert expanded.isdisjoint(self._whole) and self.away.isdisjoint(expanded.union(self._whole))
         for slot, node in self._nodes.items():
             assert node.host_slot == slot, (slot, node)
+
+    def _slots_of(self, section: int) -> Sequence[HostSlot]:
+        first = section * self._slots_per_section
+        return [HostSlot(slot) for slot in range(first, first + self._slots_per_section)]
 
 
 class PrefixCache:
@@ -184,6 +242,14 @@ class PrefixCache:
             self.num_ended_uses += 1
             self.free(self._tree.release(path[-1]))
 
+    def give_host_section(self, section: int) -> None:
+        """Drop the copies in an idle section of the host's slots, and use it no more."""
+        for node in self._slots.nodes_in(section):
+            if node.host_slot is not None:  # else it went with a node before it
+                assert self._tree is not None
+                self.free(self._tree.clear_host_slot(node))
+        self._slots.give_section(section)
+
     def evict(self, node: KvNode) -> None:
         """Evict the block of a free leaf."""
         assert self._tree is not None
@@ -193,11 +259,17 @@ class PrefixCache:
         """Return the node that has a block; None if the block is free, or a request's own."""
         return None if self._tree is None else self._tree.by_block.get(block_id)
 
+    def evicted_with(self, block_id: BlockId) -> list[BlockId]:
+        """Return the blocks that ``evict_block`` evicts."""
+        assert self._tree is not None
+        nodes = self._tree.unreferenced_from((self._tree.by_block[block_id],))
+        return [node.block_id for node in nodes if node.block_id is not None]
+
     def evict_block(self, block_id: BlockId) -> None:
         """Evict an unreferenced block, and before it the blocks of its descendants."""
         assert self._tree is not None
-        for node in self._tree.unreferenced_from((self._tree.by_block[block_id],)):
-            self.evict(node)
+        for one in self.evicted_with(block_id):
+            self.evict(self._tree.by_block[one])
 
     def evict_behind(self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]) -> bool:
         """Evict the KV of ``adapter_id`` that no version on the device can use.

@@ -3,7 +3,7 @@
 The policy ranks, this module knows what is evictable.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..adapter import AdapterFacts
@@ -303,24 +303,46 @@ class RoomMaker:
         return bool(victims)
 
     def _free_runs(self, pages: Pages, run_pages: Sequence[int], *, include_waiting: bool) -> bool:
-        """Evict whole extents until runs of these lengths find places; False if impossible."""
-        is_counted = False
-        while (length := pages.lacking_run(run_pages)) is not None:
-            owners = self._owners(pages, include_waiting=include_waiting)
-            window = self._window(pages, length, owners)
-            if window is None:
-                return False
-            pages.num_loads_without_run += not is_counted
-            is_counted = True
+        """Evict whole extents until runs of these lengths find places.
+
+        Returns False, without evictions, if that is impossible.
+        """
+        if pages.lacking_run(run_pages) is None:
+            return True
+        owners = self._owners(pages, include_waiting=include_waiting)
+        windows = self._windows(pages.copy(), run_pages, owners)
+        pages.num_loads_without_run += bool(windows)
+        for window in windows:
             pages.num_extents_evicted += 1
-            for page in window:
-                if not pages.taken_pages((page,)):
-                    continue  # free, perhaps since an earlier page was evicted
+            for page in _taken(pages, window):
                 if page in owners:
                     self._evict_adapter(owners[page], EvictionReason.RUN)
                 elif self._is_unused(page):
                     self._prefixes.evict_block(BlockId(page))
-        return True
+            if pages.lacking_run(run_pages) is None:
+                return True
+        return False
+
+    def _windows(
+        self, trial: Pages, run_pages: Sequence[int], owners: dict[int, AdapterId]
+    ) -> Sequence[range]:
+        """Return the extents that must be evicted for runs of these lengths; () if none suffice.
+
+        ``trial``: a copy of the pages, in which they are evicted.
+        """
+        windows: list[range] = []
+        while (length := trial.lacking_run(run_pages)) is not None:
+            window = self._window(trial, length, owners)
+            if window is None:
+                return ()
+            windows.append(window)
+            for page in _taken(trial, window):
+                if page in owners:
+                    trial.free_runs(owners[page])
+                elif self._is_unused(page):
+                    with_it = self._prefixes.evicted_with(BlockId(page))
+                    trial.free_blocks(map(BlockId, trial.taken_pages(with_it)))
+        return windows
 
     def _owners(self, pages: Pages, *, include_waiting: bool) -> dict[int, AdapterId]:
         owners: dict[int, AdapterId] = {}
@@ -373,3 +395,8 @@ class RoomMaker:
         for adapter_id in victims:
             self._evict_adapter(adapter_id, EvictionReason.ADAPTER)
         return bool(victims)
+
+
+def _taken(pages: Pages, numbers: Iterable[int]) -> Iterator[int]:
+    """Yield the pages that are taken when it is their turn: an eviction may free later ones."""
+    return (page for page in numbers if pages.taken_pages((page,)))

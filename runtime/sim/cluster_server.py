@@ -71,7 +71,7 @@ class ClusterServer:
         self._parts: SimulatedParts = build_simulated_parts(
             machine, workload, options, clock=clock, sleep=clock.sleep
         )
-        self._keeps_all_in_host = options.host_adapter_bytes is None
+        self._keeps_all_in_host = options.host_bytes is None
         self._sent: dict[int, Sent] = {}  # open requests, by their ids in the engine
         self._on_host: set[str] = set()
         self._done: Replayed | None = None

@@ -76,7 +76,6 @@ def machine_of(
 
 def options_of(config: EngineConfig) -> SimulationOptions:
     """Options of a simulated engine with this configuration."""
-    host_bytes, host_kv_bytes = config.host_adapter_bytes, config.host_kv_bytes
     return SimulationOptions(
         scheduling_policy=config.scheduling_policy,
         make_predictor=lambda _: make_predictor(config.output_predictor),
@@ -86,8 +85,7 @@ def options_of(config: EngineConfig) -> SimulationOptions:
         memory_policy=config.memory_policy,
         prefix_cache=config.prefix_cache == "on",
         adapter_memory_fraction=config.adapter_memory_fraction,
-        host_adapter_bytes=_num_bytes(host_bytes, "--host-adapter-bytes"),
-        host_kv_bytes=_num_bytes(host_kv_bytes, "--host-kv-bytes") or 0,
+        host_bytes=_num_bytes(config.host_bytes, "--host-bytes"),
         cold_starts=PlannerConfig.of_options(
             _OF_BASELINE.get(config.load_strategy, config.load_strategy),
             config.cold_priority,

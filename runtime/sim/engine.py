@@ -13,6 +13,7 @@ from ..coldstart.planner import BY_PRICE, Planner, PlannerConfig
 from ..engine.core import CoreConfig, EngineCore
 from ..engine.messages import AddRequest
 from ..memory.device_memory import DeviceMemory
+from ..memory.host_budget import HostSections
 from ..memory.host_cache import HostCache
 from ..memory.make import MakeMemoryPolicy, MemorySizes, make_device_memory
 from ..memory.reload_cost import ReloadCosts
@@ -48,8 +49,8 @@ class SimulationOptions:
     memory_policy: str | MakeMemoryPolicy = "lru"
     prefix_cache: bool = False
     adapter_memory_fraction: float | None = None  # of policies that split
-    host_adapter_bytes: int | None = None  # None = all adapters are in the host's memory
-    host_kv_bytes: int = 0  # for KV moved from the device to the host
+    # For adapters, and KV with a prefix cache; None = all adapters are there, and no KV.
+    host_bytes: int | None = None
     cold_starts: PlannerConfig = BY_PRICE
     baseline: str | None = None  # of ``registry.baselines``
     factors: Factors = AS_MODELLED  # hidden from scheduler and planner
@@ -146,7 +147,7 @@ def build_simulated_parts(
     )
     for facts in adapters:
         core.adapter_ready(registry.resolve(facts.digest).adapter_id, facts)
-    if options.host_adapter_bytes is not None:
+    if options.host_bytes is not None:
         _fill_host(core, adapters)
     return SimulatedParts(core, executor, scheduler, registry)
 
@@ -269,7 +270,11 @@ def make_simulated_scheduler(
 def _make_memory(
     machine: SimulatedMachine, options: SimulationOptions, times: StepTimes, config: SchedulerConfig
 ) -> DeviceMemory:
-    model, host_bytes = machine.model, options.host_adapter_bytes
+    model, host_bytes = machine.model, options.host_bytes
+    sections = None
+    if host_bytes is not None and options.prefix_cache:
+        sections = HostSections.of(host_bytes, machine.block_bytes)
+        host_bytes = sections.num_bytes
     sizes = MemorySizes(
         capacity_bytes=machine.budget_bytes,
         has_pages=machine.has_pages,
@@ -277,7 +282,8 @@ def _make_memory(
         block_size=machine.block_size,
         block_bytes=machine.block_bytes,
         max_model_len=0,
-        num_host_slots=options.host_kv_bytes // machine.block_bytes,
+        num_host_slots=0 if sections is None else sections.num_slots,
+        host_sections=sections,
         adapter_share=options.adapter_memory_fraction,
     )
     costs = ReloadCosts(

@@ -188,6 +188,8 @@ class LatencyExecutor:
             self._evict(adapter_id)
         for new in plan.new_requests:
             self._announce(new)
+        if plan.host_move is not None:
+            self._results.append(TransferResult(plan.host_move.transfer_id))
         if plan.load_order:
             self._loads.order(plan.load_order, now_s)
         if not self._loads_between_steps:

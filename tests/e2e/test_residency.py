@@ -47,7 +47,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GatedSer
         "memory_policy": "lru",
         "prefetch_requests": 0,
         "memory_gib": (NUM_ON_DEVICE + 0.5) * DEVICE_BYTES / 2**30,
-        "host_adapter_bytes": str(int((NUM_ON_HOST + 0.5) * HOST_BYTES)),
+        "host_bytes": str(int((NUM_ON_HOST + 0.5) * HOST_BYTES)),
     }
     folder = tmp_path_factory.mktemp("gated")
     model = str(demo_model_path())

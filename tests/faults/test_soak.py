@@ -37,7 +37,7 @@ TURN_S = 60.0
 EXIT_TIMEOUT_S = 60.0
 # Less memory than the adapters need, so that they are loaded and evicted all the time.
 OPTIONS = """
-    --device cpu --memory-gib 0.0625 --host-adapter-bytes 32MiB --allow-runtime-lora-updating
+    --device cpu --memory-gib 0.0625 --host-bytes 32MiB --allow-runtime-lora-updating
 """.split()
 
 

@@ -76,6 +76,7 @@ _ALLOWED_IMPORTS = {
         "runtime.adapters.values",  # what of it can be served in which type: numpy alone
         "runtime.kept_records",
         "runtime.whole_file",
+        "runtime.memory.host_budget",  # how the host's memory is divided into sections: pure
         "runtime.memory.pages",  # how an adapter is divided into runs of pages: pure
     ),
     # A program. It knows all parts, as it starts engines.

@@ -40,8 +40,7 @@ def make_engine(case: ParityCase, directory: Path) -> ColdEngine:
         scheduling_policy="corun",
         link_gib_per_s=0.005,
         memory_gib=memory_bytes / 2**30,
-        host_adapter_bytes="1MiB",
-        host_kv_bytes="4MiB",
+        host_bytes="2MiB",
         prefix_cache="on",
         growth_headroom=0.0,
     )

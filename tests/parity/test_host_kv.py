@@ -48,7 +48,7 @@ def make_engine(
         link_gib_per_s=link_gib_per_s,
         memory_gib=NUM_BLOCKS * case.kv_block_bytes(4, dtype) * 2 / 2**30,
         prefix_cache="on",
-        host_kv_bytes="4MiB",
+        host_bytes="4MiB",
     )
 
 

@@ -78,7 +78,7 @@ def test_rows_whose_blocks_come_back_from_the_host_follow_their_grammars(tmp_pat
         memory_gib=MEMORY_BYTES / 2**30,
         max_model_len=48,
         prefix_cache="on",
-        host_kv_bytes="4MiB",
+        host_bytes="4MiB",
         link_gib_per_s=1.0,
         memory_policy="lru",
     ) as engine:

@@ -45,6 +45,32 @@ def add(arena: HostArena, place_id: int, *extents: tuple[int, int]) -> ArenaEntr
     return entry
 
 
+def test_a_section_has_memory_only_while_it_is_taken_and_stays_while_it_is_read() -> None:
+    arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=False, in_sections=True)
+    section_bytes = 4 * PAGE_BYTES
+
+    def num_pages() -> int:
+        return os.fstat(arena.segment.fd).st_blocks * 512 // PAGE_BYTES - 1  # of the header
+
+    assert num_pages() == 0
+    arena.take_section(section_bytes, section_bytes)
+    assert num_pages() == 4
+    entry = add(arena, 1, (5, 2))
+    reader = arena.acquire(1)
+    arena.check_unused(0, section_bytes)
+    with pytest.raises(ShmError, match="still in use"):
+        arena.check_unused(section_bytes, section_bytes)
+    arena.evict([1])
+    with pytest.raises(ShmError, match="still in use"):
+        arena.check_unused(section_bytes, section_bytes)
+    check(arena, 1, entry)
+    arena.release(reader)
+    arena.check_unused(section_bytes, section_bytes)
+    arena.give_section(section_bytes, section_bytes)
+    assert num_pages() == 0
+    arena.close()
+
+
 def check(arena: HostArena, place_id: int, entry: ArenaEntry) -> None:
     for region in entry.regions:
         part = arena.segment.view("u1", region.offset, region.num_bytes)

@@ -14,6 +14,7 @@ NUM_GRANULES = 40
         st.one_of(
             st.tuples(st.just("allocate"), st.integers(1, NUM_GRANULES)),
             st.tuples(st.just("free"), st.integers(0, 100)),
+            st.tuples(st.just("withhold"), st.integers(0, NUM_GRANULES - 3)),
         ),
         max_size=60,
     )
@@ -27,6 +28,10 @@ def test_ranges_never_overlap_and_nothing_is_lost(calls: list[tuple[str, int]]) 
             start, size = held.pop(list(held)[value % len(held)])
             ranges.free(start, size)
             owners[start // GRANULE : (start + size) // GRANULE] = [0] * (size // GRANULE)
+        elif call == "withhold" and owners[value : value + 3] == [0] * 3:
+            ranges.withhold(value * GRANULE, 3 * GRANULE)
+            owners[value : value + 3] = [number] * 3
+            held[number] = (value * GRANULE, 3 * GRANULE)
         elif call == "allocate":
             start_or_none = ranges.allocate(value * GRANULE)
             best = best_fit(owners, value)

@@ -99,7 +99,7 @@ class ColdEngine:
             "engine_cores": str(cpus[0]),
             "cpu_cores": str(cpus[-1]),
             "load_strategy": "assisted",
-            "host_adapter_bytes": "64MiB",
+            "host_bytes": "64MiB",
             "block_size": 4,
             "prefix_cache": "off",
         }

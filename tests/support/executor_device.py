@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +37,8 @@ from corun.runtime.plan import (
     TransferResult,
 )
 from corun.runtime.sampling import SamplingParams
+from corun.shm.errors import ShmError
+from support.host_kv import all_kv
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 ADAPTER = AdapterId(5)
@@ -107,20 +110,33 @@ class ExecutorDevice:
         )
         self.loaded = load_tiny(config)
         self.runner = assemble.make_runner(self.loaded, 32)
+        block_bytes = self.runner.pool.block_bytes
+        kv = all_kv(8, block_bytes)  # and another section, which adapters have
+        self.refusal: ShmError | None = None  # of the next section that adapters are to give
         self.adapter: DeviceAdapter | Arriving | Exception = AdapterError("its files have changed")
         self.host_log: list[str] = []
         self.workers: Any = mock.Mock(begin=self._begin, num_ready_workers=0)
         self.executor: DeviceExecutor = assemble.make_executor(
             self.loaded,
             self.runner,
-            AdapterFetch(self._fetch, lambda ids: self.host_log.append(f"evict {ids}")),
+            AdapterFetch(self._fetch, lambda ids: self.host_log.append(f"evict {ids}"), memory=self),
             Sampler((2,), make_matcher),
             max_model_len=64,
             assistant=self.workers,
-            host_kv=HostKv(self.loaded.device, 8, self.runner.pool.block_bytes),
+            host_kv=HostKv(
+                self.loaded.device, replace(kv, num_sections=2, num_adapter_sections=1), block_bytes
+            ),
         )
         self.assistant: Any = None  # of ASSISTED plans
         self._num_steps = 0
+
+    def take_section(self, section: int) -> None:
+        self.host_log.append(f"take {section}")
+
+    def give_section(self, section: int) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.host_log.append(f"give {section}")
 
     def _begin(self, *arguments: Any) -> Any:
         return self.assistant.begin(*arguments)

@@ -163,6 +163,8 @@ class FakeExecutor:
         self.kv.free(plan.freed_blocks)
         if self.host is not None:
             self.host.submit(plan)
+            self._move_section(plan)
+            self.host.begin(plan)
         for transfer in plan.transfers:
             if isinstance(transfer, KvTransfer):
                 self.kv.begin(transfer)
@@ -254,6 +256,22 @@ class FakeExecutor:
         return {key for key, state in self._adapters.items() if state == "resident"}
 
     # Checks.
+
+    def _move_section(self, plan: StepPlan) -> None:
+        """Move memory of the host; what KV has lost is garbage."""
+        if self.host is None or self.host.sections is None:
+            assert plan.host_move is None
+            return
+        sections = self.host.sections
+        if plan.host_move is not None:
+            used = [slot for copy in self.kv.copies.values() for slot in copy.host_slots]
+            self._results.append(sections.move(plan.host_move, self.host.places.values(), used))
+        self.kv.keep_slots(lambda slot: sections.section_of(slot) in sections.of_kv)
+        for transfer in plan.transfers:
+            if isinstance(transfer, KvTransfer):
+                assert {sections.section_of(slot) for slot in transfer.host_slots} <= sections.of_kv, (
+                    "adapters have it"
+                )
 
     def _evict(self, adapter_id: AdapterId) -> None:
         if adapter_id not in self._adapters and adapter_id in self._lost_evictions:

@@ -74,6 +74,10 @@ class FakeKv:
         for block_id in block_ids:
             self._blocks.pop(block_id, None)
 
+    def keep_slots(self, is_kept: Callable[[HostSlot], bool]) -> None:
+        """Give the memory of all other slots back to the machine."""
+        self._slots = {slot: contents for slot, contents in self._slots.items() if is_kept(slot)}
+
     def begin(self, copy: KvTransfer) -> None:
         """Begin a copy; until its end its destination contains garbage."""
         assert len(copy.block_ids) == len(copy.host_slots) > 0

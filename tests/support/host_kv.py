@@ -1,5 +1,6 @@
 """A pool, slots on the host and the copies between them, on the CPU device or a real GPU."""
 
+import mmap
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from corun.gpu.kv.host import HostKv
 from corun.gpu.kv.transfers import KvTransfers
 from corun.gpu.model.kv_pool import KvLayout, KvPool, LayerKvShape
 from corun.profiles.link import Direction
+from corun.runtime.memory.host_budget import HostSections
 from corun.runtime.plan import BlockId, HostSlot, KvTransfer, TransferId, TransferResult
 
 TIMEOUT_S = 10.0
@@ -42,10 +44,18 @@ class NotingDevice(CpuDevice):
             raise self.loss
         return super().is_done(event)
 
-    def register(self, memory: memoryview, *, name: str, is_paced: bool = True) -> HostMemory:
+    def register(
+        self, memory: memoryview, *, name: str, is_paced: bool = True, in_parts: bool = False
+    ) -> HostMemory:
         if self.refuses_memory is not None:
             raise self.refuses_memory
-        return super().register(memory, name=name, is_paced=is_paced)
+        return super().register(memory, name=name, is_paced=is_paced, in_parts=in_parts)
+
+
+def all_kv(num_slots: int, block_bytes: int) -> HostSections:
+    """One section of so many slots, which KV has."""
+    section_bytes = -(-num_slots * block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return HostSections(1, section_bytes, num_slots, 0)
 
 
 class HostTier:
@@ -57,11 +67,12 @@ class HostTier:
         layout: KvLayout = LAYOUT,
         *,
         num_blocks: int = 16,
-        num_slots: int = 16,
+        sections: HostSections | None = None,
         where: str = "cpu",
     ) -> None:
+        """``sections``: of the host's memory; None = 16 slots that KV alone has."""
         self.device = device
-        self.host = HostKv(device, num_slots, layout.block_bytes)
+        self.host = HostKv(device, sections or all_kv(16, layout.block_bytes), layout.block_bytes)
         self.pool = KvPool(layout, num_blocks, torch.device(where))
         self._reported = threading.Semaphore(0)
         self.transfers = KvTransfers(self.host, self.pool, self._reported.release)
@@ -111,9 +122,9 @@ class HostTier:
 
 
 @contextmanager
-def open_tier(device: TorchDevice) -> Iterator[HostTier]:
+def open_tier(device: TorchDevice, sections: HostSections | None = None) -> Iterator[HostTier]:
     """A tier that is closed at the end."""
-    tier = HostTier(device)
+    tier = HostTier(device, sections=sections)
     try:
         yield tier
     finally:

@@ -66,7 +66,7 @@ class LatencySettings:
     scheduling_policy: str = "fcfs"
     memory_policy: str = "lru"
     prefix_cache: bool = False
-    host_adapter_bytes: int = 1 << 40
+    host_bytes: int = 1 << 40
     own_process: bool = False  # of the engine, apart from the HTTP server
 
     def environment(self) -> dict[str, str]:
@@ -256,7 +256,7 @@ def build(config: EngineConfig, *, on_progress: Callable[[str], None], own_proce
         scheduling_policy=settings.scheduling_policy,
         memory_policy=settings.memory_policy,
         prefix_cache=settings.prefix_cache,
-        host_adapter_bytes=settings.host_adapter_bytes,
+        host_bytes=settings.host_bytes,
     )
     name = model_name(config)
     manager = AdapterManager(_Files(machine), (name,), _Host())

@@ -6,6 +6,7 @@ from typing import Any
 
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.memory.host_budget import HostSections
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.memory.make import MakeMemoryPolicy, MemorySizes, make_device_memory
 from corun.runtime.memory.reload_cost import ReloadCosts
@@ -21,7 +22,7 @@ from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.step_times import LearnedTimes, StepPace, StepTimes
 from support.fake_executor import FakeExecutor
-from support.fake_host import FakeHost
+from support.fake_host import FakeHost, FakeSections
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 100
@@ -44,6 +45,7 @@ def make_memory(
     max_history_blocks: int | None = None,
     policy: str | MakeMemoryPolicy = "lru",
     num_host_slots: int = 0,
+    host_sections: HostSections | None = None,
     token_s: float = 1.0,
 ) -> DeviceMemory:
     """A budget that just holds the blocks and the adapters' own bytes, by default.
@@ -63,7 +65,8 @@ def make_memory(
         adapter_limit_bytes=limit_bytes,
         has_pages=has_pages,
         max_history_blocks=max_history_blocks,
-        num_host_slots=num_host_slots,
+        num_host_slots=num_host_slots if host_sections is None else host_sections.num_slots,
+        host_sections=host_sections,
     )
     costs = ReloadCosts(_Prompts(token_s), BLOCK_SIZE, 16)
     return make_device_memory(sizes, policy, costs, host, keeps_prefixes=keeps_prefixes)
@@ -177,7 +180,11 @@ def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExe
     pool, account = scheduler.memory.pool, scheduler.memory.host
     host = None
     if account is not None:
-        host = FakeHost(account.capacity_bytes, is_device_memory=account.is_device_memory)
+        budget, capacity_bytes = scheduler.memory.host_budget, account.capacity_bytes
+        sections = None if budget is None else FakeSections(budget.sections)
+        if budget is not None:
+            capacity_bytes = budget.sections.num_bytes
+        host = FakeHost(capacity_bytes, is_device_memory=account.is_device_memory, sections=sections)
     executor = FakeExecutor(
         num_blocks=pool.num_blocks if pool.pages is None else pool.pages.num_pages,
         block_size=scheduler.config.block_size,

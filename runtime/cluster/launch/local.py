@@ -249,10 +249,8 @@ def engine_options(engine: EngineConfig, serve: ServeConfig, share: EngineShare)
     if share.memory_bytes is not None and engine.memory_gib is None:
         memory_gib = share.memory_bytes * engine.memory_share("cpu") / _GIB
         engine = replace(engine, memory_gib=memory_gib)
-    if share.host_adapter_bytes is not None and engine.host_adapter_bytes is None:
-        engine = replace(engine, host_adapter_bytes=str(share.host_adapter_bytes))
-    if share.host_kv_bytes is not None and engine.host_kv_bytes is None:
-        engine = replace(engine, host_kv_bytes=str(share.host_kv_bytes))
+    if share.host_bytes is not None and engine.host_bytes is None:
+        engine = replace(engine, host_bytes=str(share.host_bytes))
     return _changed(engine, EngineConfig) | _changed(serve, ServeConfig)
 
 

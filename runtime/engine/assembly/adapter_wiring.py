@@ -99,7 +99,7 @@ def make_host_adapters(
             return open_directory(path)
         return open_mix(path, open_directory, config.max_lora_rank)
 
-    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.idle_bytes is not None, pages)
+    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.idle_bytes is not None, pages, arena.sections)
     group_layers: GroupLayers = one_group
     if profile is not None:
         from .coexecution import layer_grouper
@@ -202,7 +202,7 @@ def adapter_fetch(host: "HostAdapters", manager: AdapterManager, cpus: tuple[int
         version = manager.version(transfer.adapter_id)
         return host.fetch(version.digest, version.path, transfer.host)
 
-    return AdapterFetch(fetch, host.evict, cpus)
+    return AdapterFetch(fetch, host.evict, cpus, host.store)
 
 
 def make_manager(

@@ -108,7 +108,7 @@ def _memory_line(info: ModelInfo) -> str:
 
 def _kv_line(info: ModelInfo) -> str:
     line = f"KV for {info.kv_capacity_tokens} tokens"
-    return f"{line} and {info.host_kv_tokens} on the host" if info.host_kv_tokens else line
+    return f"{line} and up to {info.host_kv_tokens} on the host" if info.host_kv_tokens else line
 
 
 def _adapter_line(info: ModelInfo, adapters: Sequence[AdapterInfo]) -> str:
@@ -486,11 +486,12 @@ def _host_kv(
     loaded: "LoadedModel", memory: MemoryPlan, cpus: tuple[int, ...], undo: contextlib.ExitStack
 ) -> "HostKv | None":
     """Allocate KV on the host, before the device's first operation; ``undo`` closes it."""
-    if not memory.num_host_slots:
+    sections = memory.host_sections
+    if sections is None:
         return None
     from ....gpu.kv.host import HostKv
 
-    host_kv = HostKv(loaded.device, memory.num_host_slots, loaded.layout.block_bytes, watch_cpus=cpus)
+    host_kv = HostKv(loaded.device, sections, loaded.layout.block_bytes, watch_cpus=cpus)
     undo.callback(host_kv.close)
     return host_kv
 
@@ -510,6 +511,7 @@ def _model_info(
     fingerprint: str,
 ) -> ModelInfo:
     assert config.model is not None
+    sections = memory.host_sections
     return ModelInfo(
         name=model_name(config),
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -521,7 +523,9 @@ def _model_info(
         base_fingerprint=fingerprint,
         default_sampling=defaults.sampling,
         kv_capacity_tokens=memory.num_blocks * config.block_size,
-        host_kv_tokens=memory.num_host_slots * config.block_size,
+        host_kv_tokens=0
+        if sections is None
+        else (sections.num_slots - sections.slots_per_section) * config.block_size,
         memory_bytes=memory.capacity_bytes,
         context_bytes=blocks_for(memory.max_model_len, config.block_size) * loaded.layout.block_bytes,
         adapter_memory_bytes=memory.adapter_limit_bytes,

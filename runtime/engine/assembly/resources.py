@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from ...config.engine import EngineConfig
 from ...config.notations import parse_num_bytes
 from ...errors import ConfigError, ResourceError
+from ...memory.host_budget import HostSections
 from ...memory.make import adapter_share
 from ...memory.policies.registry import splits_memory
 from ...scheduler.step_draft import MAX_SCORED_TOKENS
 
 _GIB = 2**30
 
-# Default size of the arena that adapters are copied from: share of free memory.
-_ARENA_SHARE = 1 / 8
-_MAX_ARENA_BYTES = 8 * _GIB
-# The same for KV on the host. CUDA pins it at start, which takes a second for a few GiB.
-_HOST_KV_SHARE = 1 / 8
-_MAX_HOST_KV_BYTES = 16 * _GIB
+# Default size of the memory that adapters and KV are copied from: share of free memory. CUDA pins it
+# at start, which takes a second for a few GiB.
+_HOST_SHARE = 1 / 4
+_MAX_HOST_BYTES = 24 * _GIB
 # Addresses are free where memory is taken page by page. Twice the budget leaves gaps that fit an
 # adapter's layers even if adapters of all sizes are loaded and evicted.
 _ADDRESSES_PER_BYTE = 2
@@ -100,7 +99,7 @@ class MemoryPlan:
     adapter_limit_bytes: int | None = None  # of these for adapters alone; None = shared with blocks
     num_pages: int | None = None  # for blocks and adapters; None = adapters are elsewhere
     max_history_blocks: int | None = None  # limit of blocks without requests; None = no limit
-    num_host_slots: int = 0  # KV blocks on the host
+    host_sections: HostSections | None = None  # of KV and adapters on the host; None = no KV is there
     reason: str = ""  # of the capacity, for the log
 
 
@@ -245,76 +244,47 @@ def needed_adapter_bytes(listed_bytes: Sequence[int], bytes_per_rank: int, max_r
     return sum(listed_bytes) + num_others * max([one_bytes, *listed_bytes])
 
 
-def plan_host_slots(
-    config: EngineConfig, block_bytes: int, host_available_bytes: int, *, has_link: bool
-) -> int:
-    """Return the number of KV blocks on the host.
-
-    Args:
-        config: The options.
-        block_bytes: Of one block over all layers.
-        host_available_bytes: Memory of the host without other use.
-        has_link: Whether the device's memory is separate from the host's.
-
-    Raises:
-        ConfigError: Room is requested where it has no use, or too little for a block.
-        ResourceError: There is less memory than requested.
-    """
-    asked = config.host_kv_bytes
-    asked_bytes = None if asked is None else parse_num_bytes(asked, "--host-kv-bytes")
-    use = None
-    if not has_link:
-        use = "the model runs on a CPU, where KV blocks are in the host's memory"
-    elif config.prefix_cache == "off":
-        use = "no KV is cached (--prefix-cache off)"
-    if use is not None:
-        if asked_bytes:
-            raise ConfigError(f"--host-kv-bytes is {asked}, but {use}; remove it")
-        return 0
-    if asked_bytes is None:
-        asked_bytes = min(int(host_available_bytes * _HOST_KV_SHARE), _MAX_HOST_KV_BYTES)
-    elif asked_bytes > host_available_bytes:
-        raise ResourceError(
-            f"--host-kv-bytes is {asked}, but only {host_available_bytes / _GIB:.3g} GiB of host "
-            "memory are free"
-        )
-    elif 0 < asked_bytes < block_bytes:
-        raise ConfigError(f"--host-kv-bytes is {asked}, but one KV block needs {block_bytes} bytes")
-    return asked_bytes // block_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class ArenaPlan:
-    """The arena of packed adapters on the host."""
+    """The arena of packed adapters on the host, and what KV shares with it."""
 
-    num_bytes: int  # of memory, or of addresses if it is elastic
+    num_bytes: int  # of memory, or of addresses if it is elastic or has sections
     is_elastic: bool
-    memory_bytes: int  # taken off the budget; 0 = part of the budget
+    memory_bytes: int  # taken off the budget, with KV on the host; 0 = part of the budget
     # If it is part of the budget: limit of adapters while requests do not use all of them.
     idle_bytes: int | None = None
+    sections: HostSections | None = None  # shared with KV; None = the host keeps no KV
 
 
-def plan_copied_arena(config: EngineConfig, device_type: str, host_available_bytes: int) -> ArenaPlan:
-    """Size the arena that adapters are copied from. CUDA pins it, so its size is fixed there.
+def plan_copied_arena(
+    config: EngineConfig, device_type: str, block_bytes: int, host_available_bytes: int
+) -> ArenaPlan:
+    """Size the host's memory that adapters and KV are copied from. CUDA registers it.
+
+    ``block_bytes``: of a KV block over all layers.
 
     Raises:
+        ConfigError: Too little memory is requested.
         ResourceError: There is less memory than requested.
     """
-    asked_bytes = _asked_arena_bytes(config)
-    if asked_bytes is None:
-        asked_bytes = min(int(host_available_bytes * _ARENA_SHARE), _MAX_ARENA_BYTES)
-    elif not 0 < asked_bytes <= host_available_bytes:
+    num_bytes = _asked_host_bytes(config)
+    if num_bytes is None:
+        num_bytes = min(int(host_available_bytes * _HOST_SHARE), _MAX_HOST_BYTES)
+    elif not 0 < num_bytes <= host_available_bytes:
         raise ResourceError(
-            f"--host-adapter-bytes is {config.host_adapter_bytes}; it must be above 0, as adapters "
-            f"are copied from there, and at most the {host_available_bytes / _GIB:.3g} GiB of "
-            "free host memory"
+            f"--host-bytes is {config.host_bytes}; it must be above 0, as adapters are copied from "
+            f"there, and at most the {host_available_bytes / _GIB:.3g} GiB of free host memory"
         )
-    return ArenaPlan(asked_bytes, device_type == "cpu", memory_bytes=asked_bytes)
+    sections = None
+    if config.prefix_cache == "on":
+        sections = HostSections.of(num_bytes, block_bytes)
+        num_bytes = sections.num_bytes
+    return ArenaPlan(num_bytes, device_type == "cpu", memory_bytes=num_bytes, sections=sections)
 
 
 def plan_shared_arena(config: EngineConfig, capacity_bytes: int) -> ArenaPlan:
     """Size the arena in the device's memory; it shares ``capacity_bytes`` with KV."""
-    asked_bytes = _asked_arena_bytes(config)
+    asked_bytes = _asked_host_bytes(config)
     return ArenaPlan(
         num_bytes=_ADDRESSES_PER_BYTE * capacity_bytes,
         is_elastic=True,
@@ -323,7 +293,5 @@ def plan_shared_arena(config: EngineConfig, capacity_bytes: int) -> ArenaPlan:
     )
 
 
-def _asked_arena_bytes(config: EngineConfig) -> int | None:
-    if config.host_adapter_bytes is None:
-        return None
-    return parse_num_bytes(config.host_adapter_bytes, "--host-adapter-bytes")
+def _asked_host_bytes(config: EngineConfig) -> int | None:
+    return None if config.host_bytes is None else parse_num_bytes(config.host_bytes, "--host-bytes")

@@ -104,7 +104,8 @@ def _make_memory(
         adapter_limit_bytes=plan.adapter_limit_bytes,
         has_pages=plan.num_pages is not None,
         max_history_blocks=plan.max_history_blocks,
-        num_host_slots=plan.num_host_slots,
+        num_host_slots=0 if plan.host_sections is None else plan.host_sections.num_slots,
+        host_sections=plan.host_sections,
         adapter_share=config.adapter_memory_fraction,
     )
     return make_device_memory(

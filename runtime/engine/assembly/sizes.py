@@ -17,7 +17,6 @@ from .resources import (
     MemoryPlan,
     needed_adapter_bytes,
     plan_copied_arena,
-    plan_host_slots,
     plan_max_model_len,
     plan_memory,
     plan_shared_arena,
@@ -43,13 +42,10 @@ def plan_engine_memory(
 
     device = loaded.model.device
     arena: ArenaPlan | None = None
-    host_bytes = facts.memory_available_bytes
+    host_bytes, block_bytes = facts.memory_available_bytes, loaded.layout.block_bytes
     if copies_adapters(config, loaded):
-        arena = plan_copied_arena(config, device.type, host_bytes)
+        arena = plan_copied_arena(config, device.type, block_bytes, host_bytes)
         host_bytes -= arena.memory_bytes
-    block_bytes = loaded.layout.block_bytes
-    num_host_slots = plan_host_slots(config, block_bytes, host_bytes, has_link=arena is not None)
-    host_bytes -= num_host_slots * block_bytes
     max_model_len = max_model_len_of(config, loaded.config, loaded.max_exact_len)
     free_bytes = assemble.free_bytes(device, host_bytes)
     if device.type == "cuda":
@@ -63,8 +59,9 @@ def plan_engine_memory(
     )
     memory = plan_memory(config, device_facts, max_model_len)
     _LOG.info("memory: %.3g GiB for KV and adapters: %s", memory.capacity_bytes / _GIB, memory.reason)
-    memory = replace(memory, num_host_slots=num_host_slots)
-    return memory, arena or plan_shared_arena(config, memory.capacity_bytes)
+    if arena is None:
+        return memory, plan_shared_arena(config, memory.capacity_bytes)
+    return replace(memory, host_sections=arena.sections), arena
 
 
 def step_bytes(config: EngineConfig, loaded: "LoadedModel") -> int:

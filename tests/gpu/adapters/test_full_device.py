@@ -76,6 +76,55 @@ def test_fifty_adapters_in_room_for_twenty(monkeypatch: pytest.MonkeyPatch) -> N
         engine.close()
 
 
+def test_addresses_of_a_captured_step_stay_valid_while_pages_are_lent_and_given_back() -> None:
+    """Its kernels read tables at fixed addresses, and from there pointers into an adapter's pages."""
+    engine = LoadingEngine(random.Random(1), cuda_plan(), arena_bytes=1 << 20, contents="")
+    table, pool = engine.table, engine.pool
+    tensors = [*table.mirror.tensors, pool]
+    captured = [tensor.data_ptr() for tensor in tensors]
+    pointers: dict[int, tuple[AdapterId, list[int]]] = {}  # by row, with the adapter
+    num_changes = 0
+
+    def check() -> None:
+        nonlocal num_changes
+        assert [tensor.data_ptr() for tensor in (*table.mirror.tensors, engine.pool)] == captured
+        pages = engine.memory.cache.pages
+        assert pages is not None
+        owner_of = {
+            page: adapter_id
+            for adapter_id in engine.contents
+            for run in pages.runs_of(adapter_id)
+            for page in run
+        }
+        before, owners = dict(pointers), list[AdapterId]()
+        pointers.clear()
+        for row in table.contents:
+            found = [int(one) for one in (*table.host_a_pointers[row], *table.host_b_pointers[row]) if one]
+            (owner,) = {owner_of[(one - pool.data_ptr()) // BLOCK_BYTES] for one in found}
+            owners.append(owner)
+            pointers[row] = (owner, found)
+            was_owner, was_found = before.get(row, (None, found))
+            num_changes += was_owner != owner
+            assert was_owner != owner or was_found == found, "its pointers have changed"
+        assert len(set(owners)) == len(owners), "two rows point to one adapter"
+
+    rng = random.Random(2)
+    try:
+        for number in range(NUM_VERSIONS):
+            engine.register(SIZES[number % len(SIZES)])
+        versions = [(name, version) for version, name in engine.contents.items()]
+        for name, version in rng.choices(versions, k=30):
+            engine.ask(name, rng.randint(1, 9), version)
+            for _ in range(3):
+                engine.step()
+                check()
+        finish(engine)
+        check()
+        assert engine.num_failed == 0 and num_changes > NUM_FITTING
+    finally:
+        engine.close()
+
+
 def finish(engine: LoadingEngine) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while engine.live:

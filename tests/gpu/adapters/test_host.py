@@ -217,7 +217,7 @@ def test_an_adapter_larger_than_the_arena_is_refused_when_it_is_registered(
     files: Path, device: CpuDevice
 ) -> None:
     host = Host(device, copied(8192))
-    with pytest.raises(AdapterError, match=r"8192 bytes.*--host-adapter-bytes"):
+    with pytest.raises(AdapterError, match=r"8192 bytes.*--host-bytes"):
         host.register(files / "a")
 
 

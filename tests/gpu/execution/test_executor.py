@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from corun.gpu.kv.host import HostKv
 from corun.gpu.lora.table import DeviceAdapter
 from corun.profiles.link import Direction
 from corun.runtime.errors import AdapterError, EngineDeadError, ResourceError
 from corun.runtime.plan import (
     BlockId,
+    HostMove,
     HostPlaceId,
     HostSlot,
     KvTransfer,
@@ -27,6 +29,7 @@ from corun.runtime.plan import (
     TransferId,
     TransferResult,
 )
+from corun.shm.errors import ShmError
 from support.architectures import save_model
 from support.cuda.errors import accelerator_error
 from support.executor_device import ADAPTER, ExecutorDevice, blocks, load, new, rows, wait_transfer
@@ -265,6 +268,43 @@ def test_the_host_evicts_before_loads_begin(device: ExecutorDevice) -> None:
     device.submit(transfers=(load(1),), host_evictions=(HostPlaceId(3), HostPlaceId(4)))
     assert wait_transfer(device) == TransferResult(TransferId(1))
     assert device.host_log == ["evict (3, 4)", "fetch 1"]
+
+
+def note_kv_sections(device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = device.host_log
+    monkeypatch.setattr(HostKv, "take_section", lambda _, section: log.append(f"KV: take {section}"))
+    monkeypatch.setattr(HostKv, "give_section", lambda _, section: log.append(f"KV: give {section}"))
+
+
+def test_memory_of_the_host_moves_after_evictions_and_before_loads(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_kv_sections(device, monkeypatch)
+    device.adapter = device.make_adapter()
+    to_kv = HostMove(TransferId(2), to_kv=True, source=5, target=1)
+    device.submit(transfers=(load(1),), host_evictions=(HostPlaceId(3),), host_move=to_kv)
+    ended: list[TransferResult] = []
+    while len(ended) < 2:
+        results = device.executor.poll(10.0) or pytest.fail("no result")
+        ended += [one for one in results if isinstance(one, TransferResult)]
+    assert {one.transfer_id: one.error for one in ended} == {1: None, 2: None}
+    assert device.host_log == ["evict (3,)", "KV: take 1", "give 5", "fetch 1"]
+    device.submit(host_move=to_kv)
+    assert wait_transfer(device) == TransferResult(TransferId(2)), "it is repeated, not moved again"
+    back = HostMove(TransferId(3), to_kv=False, source=0, target=5)
+    device.submit(host_move=back)
+    assert wait_transfer(device) == TransferResult(TransferId(3))
+    assert device.host_log[4:] == ["take 5", "KV: give 0"]
+
+
+def test_a_section_that_is_still_read_stays_with_its_side(
+    device: ExecutorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_kv_sections(device, monkeypatch)
+    device.refusal = ShmError("a worker reads it")
+    device.submit(host_move=HostMove(TransferId(1), to_kv=True, source=0, target=1))
+    assert wait_transfer(device) == TransferResult(TransferId(1), "a worker reads it")
+    assert device.host_log == ["KV: take 1", "KV: give 1"]
 
 
 def test_an_adapter_without_a_row_gives_its_memory_back(

@@ -1,6 +1,7 @@
 """Copies of KV blocks concurrent with steps: contents, order, and failures."""
 
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from corun.gpu.kv import transfers
 from corun.gpu.model.kv_pool import KvLayout, LayerKvShape
 from corun.profiles.link import Direction
 from corun.runtime.errors import EngineDeadError
+from corun.runtime.memory.host_budget import HostSections
 from corun.runtime.plan import TransferId, TransferResult
 from support.cuda.errors import accelerator_error
 from support.devices import DEVICES
@@ -71,7 +73,7 @@ def apart(num_blocks: int, first: int = 0) -> dict[int, int]:
 def test_contents_come_back_to_other_blocks(name: str, where: str) -> None:
     device: TorchDevice = CpuDevice() if where == "cpu" else open_cuda_device()
     compute = device.stream("compute")
-    tier = HostTier(device, LAYOUTS[name], num_blocks=6, num_slots=5, where=where)
+    tier = HostTier(device, LAYOUTS[name], num_blocks=6, where=where)
     if where == "cuda":
         device.adopt(compute)
         tier.host.set_compute_stream(compute)
@@ -84,14 +86,13 @@ def test_contents_come_back_to_other_blocks(name: str, where: str) -> None:
     tier.close()
 
 
-def test_blocks_side_by_side_in_slots_that_are_go_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_kv, "MAX_PIECE_BYTES", 4 * BLOCK_BYTES)
+def test_blocks_side_by_side_in_slots_that_are_go_in_one_copy() -> None:
     device = NotingDevice()
-    with open_tier(device) as tier:
+    with open_tier(device, HostSections(3, mmap.PAGESIZE, 4, 0)) as tier:
         kept = tier.fill(1)
         tier.move(TO_HOST, {1: 0, 2: 1, 3: 2, 6: 3, 5: 5, 8: 8, 9: 9})
         assert len(device.copies) == 4
-        tier.move(TO_HOST, {10: 2, 11: 3, 12: 4})  # the third lies in another piece of memory
+        tier.move(TO_HOST, {10: 2, 11: 3, 12: 4})  # the third lies in another section
         assert len(device.copies) == 4 + 2
         tier.fill(2)
         tier.move(TO_DEVICE, {0: 0, 7: 1, 13: 5, 14: 8, 15: 9, 1: 2, 2: 3, 3: 4})

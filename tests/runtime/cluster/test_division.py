@@ -100,7 +100,7 @@ def test_memory_is_shared_equally_beside_the_weights() -> None:
     with pytest.raises(ConfigError, match="for weights alone"):
         divide(TWO_SOCKETS, 2, weights_bytes=24 * GIB)
     beside = divide(TWO_SOCKETS, 2, devices=(VisibleDevice("a", 0), VisibleDevice("b", 1)))
-    assert [share.host_kv_bytes for share in beside.shares] == [3 * GIB] * 2
+    assert [share.host_bytes for share in beside.shares] == [6 * GIB] * 2
 
 
 def test_it_says_which_core_is_whose() -> None:

@@ -189,7 +189,9 @@ class InPlace:
         commands = self.memory.commands(0.0)
         loads = [one for one in commands.transfers if isinstance(one, AdapterTransfer)]
         assert len(loads) == len(commands.transfers), "nothing else is planned"
-        self.fake.submit(StepPlan(StepId(1), (), (), (), (), *commands))
+        plan = StepPlan(StepId(1), (), (), (), (), *commands)
+        self.fake.submit(plan)
+        self.fake.begin(plan)
         held_bytes = sum(size for one in self.fake.places.values() for _, size in one.extents)
         assert held_bytes == self.host.taken_bytes
         assert held_bytes + self.memory.pool.written_bytes <= self.memory.budget.capacity_bytes

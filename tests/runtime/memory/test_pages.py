@@ -312,6 +312,24 @@ def test_extents_are_not_evicted_without_a_gain() -> None:
     assert window(must_gain=False) is None, "nothing is left to evict"
 
 
+def test_nothing_is_evicted_for_the_first_run_if_there_is_no_place_for_the_second() -> None:
+    memory, grants = scattered(256, held=[page for page in range(1, 256, 4) if page != 29])
+    pages = memory.cache.pages
+    assert pages is not None
+    memory.room.reclaim(8, 0, include_waiting=False, keep=BASE_ADAPTER)
+    taken = pages.taken_pages(range(256))
+    assert not memory.room.make_adapter_room(adapter_of(3, 3), include_waiting=True)
+    assert pages.taken_pages(range(256)) == taken
+    assert (pages.num_loads_without_run, pages.num_extents_evicted) == (0, 0)
+    memory.check_invariants()
+    memory.release(grants.pop(9))
+    assert memory.room.make_adapter_room(adapter_of(3, 3), include_waiting=True)
+    assert (pages.num_loads_without_run, pages.num_extents_evicted) == (1, 2)
+    assert memory.loads.begin(AdapterId(1), adapter_of(3, 3), 0.0) is not None
+    memory.check_invariants()
+    memory.check_grants(grants)
+
+
 def test_a_run_is_longer_than_an_extent() -> None:
     memory, grants = scattered(256, held=(9, 100))
     pages = memory.cache.pages

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.errors import RequestError
+from corun.runtime.memory.host_budget import HostSections
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.memory.relief import MemoryRoom
@@ -116,9 +117,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.has_pages = has_pages
         if has_pages:
             capacity_bytes -= capacity_bytes % BLOCK_BYTES
-        host = None
+        host = host_sections = None
         if host_pages is not None:
             is_host_shared &= limit_bytes is None and not has_pages
+            if num_host_slots and not is_host_shared:
+                num_sections = max(host_pages, (host_pages + num_host_slots) // 2)
+                host_sections = HostSections(num_sections, PAGESIZE, 2, host_pages // 2)
+                host_pages = num_sections
             host = HostCache(host_pages * PAGESIZE, is_device_memory=is_host_shared)
         has_queues = self.policy.startswith(("chameleon", "output"))
         self.made_policy = make_policy(
@@ -136,6 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             host=host,
             keeps_prefixes=keeps_prefixes,
             num_host_slots=num_host_slots,
+            host_sections=host_sections,
             token_s=token_s,
             policy=memory_policy,
         )
@@ -460,7 +466,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return
             self.fill()
             is_moving = self.executor.steps or self.executor.transfers
-            assert is_moving or not self.scheduler.has_work(), "stuck"
+            if not is_moving and self.scheduler.has_work():
+                wake_s = self.scheduler.wake_at_s()
+                assert wake_s is not None, "stuck"
+                self.now_s = max(self.now_s, wake_s)
             for transfer_id in list(self.executor.transfers):
                 self.executor.finish_transfer(transfer_id)
             if self.executor.steps:

@@ -77,7 +77,7 @@ def by_adapter(facts: RouterFacts) -> Router:
 def test_one_server_gives_what_a_replay_gives(machine: str, name: str, rate_rps: float, policy: str) -> None:
     requests = make_workload(name, rate_rps=rate_rps, num_requests=60, seed=3, traces=None)
     options = SimulationOptions(
-        scheduling_policy=policy, prefix_cache=True, host_adapter_bytes=6 * 2**30, slo_ttft_s=4.0
+        scheduling_policy=policy, prefix_cache=True, host_bytes=6 * 2**30, slo_ttft_s=4.0
     )
     spec = ClusterSpec(servers=(LIFE,), router="random")
     for horizon_s in (2.0, float("inf")):

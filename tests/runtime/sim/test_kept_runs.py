@@ -102,8 +102,7 @@ def _runs() -> Mapping[str, Callable[[], _Kept]]:
         memory_gib=2.5,
         prefix_cache=True,
         scheduling_policy="corun",
-        host_kv_bytes=2**30,
-        host_adapter_bytes=2**30,
+        host_bytes=2**31,
     )
     memory = {f"memory {name}": partial(cached, memory_policy=name) for name in MEMORY_POLICIES}
     few = _drawn("S1", 8.0, 4)

@@ -147,7 +147,7 @@ def test_adapters_beyond_the_hosts_memory_are_read_from_files() -> None:
     machine = replace(A40, memory_bytes=one.num_bytes + 30 * A40.block_bytes)
     means = []
     for host_bytes in (None, sum(one.host_bytes)):
-        replayed = simulate(machine, requests, SimulationOptions(host_adapter_bytes=host_bytes))
+        replayed = simulate(machine, requests, SimulationOptions(host_bytes=host_bytes))
         assert lengths(replayed) == [5] * 9
         first_s = [record.first_token_s or 0.0 for record in replayed.records]
         means.append(sum(first_s) / len(first_s))

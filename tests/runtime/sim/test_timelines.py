@@ -21,8 +21,7 @@ OPTIONS = SimulationOptions(
     memory_policy="corun",
     prefix_cache=True,
     growth_headroom=0.0,
-    host_adapter_bytes=2 << 30,
-    host_kv_bytes=8 << 30,
+    host_bytes=12 << 30,
     make_predictor=lambda _: Guess(8),
 )
 

@@ -132,19 +132,18 @@ def test_no_engine_outlives_its_launcher(
 
 def test_options_of_a_device_and_of_shared_cores() -> None:
     engine, serve = EngineConfig(model="m", memory_gib=3.0), ServeConfig(max_body_mib=8)
-    share = EngineShare(host_adapter_bytes=5, host_kv_bytes=7, memory_bytes=9, num_threads=2)
+    share = EngineShare(host_bytes=5, memory_bytes=9, num_threads=2)
     assert engine_options(engine, serve, share) == {
         "model": "m",
         "memory-gib": 3.0,
         "cpu-cores": "none",
         "cpu-threads": 2,
-        "host-adapter-bytes": "5",
-        "host-kv-bytes": "7",
+        "host-bytes": "5",
         "max-body-mib": 8,
     }
-    own = replace(engine, cpu_threads=1, host_kv_bytes="1GiB")
+    own = replace(engine, cpu_threads=1, host_bytes="1GiB")
     found = engine_options(own, serve, share)
-    assert (found["cpu-threads"], found["host-kv-bytes"]) == (1, "1GiB")
+    assert (found["cpu-threads"], found["host-bytes"]) == (1, "1GiB")
 
 
 def test_each_engine_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,9 +296,9 @@ def expected(options: dict[str, Any], adapters: dict[str, Path]) -> list[list[in
 @pytest.mark.parametrize(
     "way",
     [
-        {"host_adapter_bytes": "0"},
+        {"host_bytes": "0"},
         {"link_gib_per_s": 4.0},
-        {"link_gib_per_s": 4.0, "host_adapter_bytes": "120KiB"},
+        {"link_gib_per_s": 4.0, "host_bytes": "120KiB"},
         {"link_gib_per_s": 4.0, "lora_backend": "numba"},
     ],
     ids=["nothing kept", "copied", "copied from a small arena", "copied packed"],

@@ -10,12 +10,12 @@ from corun.runtime.engine.assembly.resources import (
     HostFacts,
     needed_adapter_bytes,
     plan_copied_arena,
-    plan_host_slots,
     plan_max_model_len,
     plan_memory,
     plan_shared_arena,
 )
 from corun.runtime.errors import ConfigError, ResourceError
+from corun.runtime.memory.host_budget import HostSections
 
 GIB = 2**30
 BLOCK_BYTES = 2**20
@@ -176,59 +176,48 @@ def test_too_little_for_the_context_asked_for() -> None:
         plan_memory(EngineConfig(), facts(free_gib=0.0), 4096)
 
 
-def test_the_arena_that_adapters_are_copied_from() -> None:
-    config = EngineConfig()
-    assert plan_copied_arena(config, "cpu", 16 * GIB) == ArenaPlan(2 * GIB, True, 2 * GIB)
-    assert plan_copied_arena(config, "cuda", 900 * GIB) == ArenaPlan(8 * GIB, False, 8 * GIB)
-    asked = EngineConfig(host_adapter_bytes="3GiB")
-    assert plan_copied_arena(asked, "cuda", 4 * GIB) == ArenaPlan(3 * GIB, False, 3 * GIB)
+def test_adapters_and_kv_are_copied_from_one_budget_of_the_host() -> None:
+    plan = plan_copied_arena(EngineConfig(), "cpu", 2**20, 16 * GIB)
+    sections = HostSections(64, GIB // 16, 64, 32)
+    assert plan == ArenaPlan(4 * GIB, True, 4 * GIB, sections=sections) and sections.num_slots == 4096
+    plan = plan_copied_arena(EngineConfig(), "cuda", 2**20, 900 * GIB)
+    assert (plan.num_bytes, plan.is_elastic, plan.memory_bytes) == (24 * GIB, False, 24 * GIB)
+    assert (
+        plan.sections is not None
+        and plan.sections.num_adapter_sections * plan.sections.section_bytes == 8 * GIB
+    )
+    asked = EngineConfig(host_bytes="3GiB", prefix_cache="off")
+    assert plan_copied_arena(asked, "cuda", 2**20, 4 * GIB) == ArenaPlan(3 * GIB, False, 3 * GIB)
+
+
+def test_a_section_has_whole_blocks_and_whole_pages() -> None:
+    sections = HostSections.of(GIB, 200_000)
+    assert sections.slots_per_section == 83 and sections.section_bytes == 83 * 200_000 // 4096 * 4096 + 4096
+    assert sections.num_bytes <= GIB < sections.num_bytes + sections.section_bytes
+    large = HostSections.of(5 * 2**20, 2 * 2**20)
+    assert large == HostSections(2, 2 * 2**20, 1, 1), "one block"
+    with pytest.raises(ConfigError, match=r"--host-bytes is 4194303, but .* 2097152 bytes each"):
+        HostSections.of(4 * 2**20 - 1, 2 * 2**20)
 
 
 @pytest.mark.parametrize("asked", ["0", "5GiB"])
-def test_an_arena_that_there_is_no_memory_for(asked: str) -> None:
-    config = EngineConfig(host_adapter_bytes=asked)
-    with pytest.raises(ResourceError, match=rf"--host-adapter-bytes is {asked}.* 4 GiB"):
-        plan_copied_arena(config, "cuda", 4 * GIB)
+def test_host_memory_that_there_is_not(asked: str) -> None:
+    config = EngineConfig(host_bytes=asked)
+    with pytest.raises(ResourceError, match=rf"--host-bytes is {asked}.* 4 GiB"):
+        plan_copied_arena(config, "cuda", 2**20, 4 * GIB)
 
 
 def test_the_arena_that_shares_the_budget() -> None:
     """Its addresses exceed its memory, and no memory is taken off the budget for it."""
     plan = plan_shared_arena(EngineConfig(), 4 * GIB)
     assert plan == ArenaPlan(8 * GIB, True, 0, 4 * GIB)
-    small = plan_shared_arena(EngineConfig(host_adapter_bytes="1024"), 4 * GIB)
+    small = plan_shared_arena(EngineConfig(host_bytes="1024"), 4 * GIB)
     assert small.idle_bytes == 1024
-    large = plan_shared_arena(EngineConfig(host_adapter_bytes="1TiB"), 4 * GIB)
+    large = plan_shared_arena(EngineConfig(host_bytes="1TiB"), 4 * GIB)
     assert large.idle_bytes == 4 * GIB
 
 
-@pytest.mark.parametrize(
-    ("asked", "free_gib", "num_slots"), [(None, 4, 512), (None, 900, 16384), ("3GiB", 4, 3072)]
-)
-def test_kv_on_the_host(asked: str | None, free_gib: int, num_slots: int) -> None:
-    config = EngineConfig(host_kv_bytes=asked)
-    assert plan_host_slots(config, 2**20, free_gib * GIB, has_link=True) == num_slots
-
-
-def test_kv_on_the_host_where_it_is_of_no_use() -> None:
-    assert plan_host_slots(EngineConfig(), 2**20, 4 * GIB, has_link=False) == 0
-    assert plan_host_slots(EngineConfig(host_kv_bytes="0"), 2**20, 4 * GIB, has_link=False) == 0
-    asked = EngineConfig(host_kv_bytes="1GiB")
-    with pytest.raises(ConfigError, match=r"--host-kv-bytes is 1GiB.* on a CPU"):
-        plan_host_slots(asked, 2**20, 4 * GIB, has_link=False)
-    off = EngineConfig(host_kv_bytes="1GiB", prefix_cache="off")
-    with pytest.raises(ConfigError, match=r"--host-kv-bytes is 1GiB.*--prefix-cache off"):
-        plan_host_slots(off, 2**20, 4 * GIB, has_link=True)
-    assert plan_host_slots(EngineConfig(prefix_cache="off"), 2**20, 4 * GIB, has_link=True) == 0
-
-
-def test_kv_on_the_host_that_there_is_no_memory_for() -> None:
-    with pytest.raises(ResourceError, match=r"--host-kv-bytes is 5GiB.* 4 GiB"):
-        plan_host_slots(EngineConfig(host_kv_bytes="5GiB"), 2**20, 4 * GIB, has_link=True)
-    with pytest.raises(ConfigError, match=r"--host-kv-bytes is 4096.* 1048576 bytes"):
-        plan_host_slots(EngineConfig(host_kv_bytes="4096"), 2**20, 4 * GIB, has_link=True)
-
-
 def test_amounts_are_checked_with_the_options() -> None:
-    assert EngineConfig(host_adapter_bytes="4096").host_adapter_bytes == "4096"
-    with pytest.raises(ConfigError, match="--host-adapter-bytes is 'much'"):
-        EngineConfig(host_adapter_bytes="much")
+    assert EngineConfig(host_bytes="4096").host_bytes == "4096"
+    with pytest.raises(ConfigError, match="--host-bytes is 'much'"):
+        EngineConfig(host_bytes="much")

@@ -48,7 +48,7 @@ def test_names_everything_a_user_needs() -> None:
 def test_says_how_much_kv_the_host_has_room_for() -> None:
     assert "on the host" not in "\n".join(summary_lines(INFO, [], {}, ""))
     info = msgspec.structs.replace(INFO, host_kv_tokens=9000)
-    assert "KV for 4096 tokens and 9000 on the host" in "\n".join(summary_lines(info, [], {}, ""))
+    assert "KV for 4096 tokens and up to 9000 on the host" in "\n".join(summary_lines(info, [], {}, ""))
 
 
 def test_says_what_the_weights_take() -> None:

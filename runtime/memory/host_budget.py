@@ -1,0 +1,179 @@
+"""One budget of host memory for adapters and KV: which sections of it each of the two has. Pure.
+
+Adapters lie in one segment, KV in another. Both have addresses for the whole budget, and memory
+only for their sections. So memory moves from one to the other without moving what stays.
+
+A section moves if one side has evicted something for room, and most of an idle section of the other side
+was used less lately. So both together evict nearly in the order of use, as one memory would. A load
+without room takes a section in any case.
+"""
+
+import itertools
+import math
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from ..errors import ConfigError
+from ..plan import HostMove, TransferId, TransferResult
+from .host_cache import HostCache
+from .prefix_cache import HostSlots, PrefixCache
+
+# CUDA registers and releases a section's memory between two steps of the engine, which wait for it:
+# some ten milliseconds for this many bytes.
+_MAX_STEP_BYTES = 64 * 2**20
+_MIN_STEPS = 64  # unless a block is larger
+_MAX_FIRST_ADAPTER_BYTES = 8 * 2**30
+_LOOK_EVERY_S = 1.0
+_TURN_S = 10.0  # before a section moves in the other direction
+_MAX_WARM_SHARE = 0.5  # of a section that moves
+
+
+@dataclass(frozen=True, slots=True)
+class HostSections:
+    """The division of the budget."""
+
+    num_sections: int
+    section_bytes: int  # whole pages
+    slots_per_section: int  # each for a KV block
+    num_adapter_sections: int  # at first; KV has the others
+
+    @classmethod
+    def of(cls, num_bytes: int, block_bytes: int) -> Self:
+        """Divide ``num_bytes``. At first adapters have a half, and at most 8 GiB.
+
+        Raises ``ConfigError`` if a block and a section of adapters do not fit.
+        """
+        wanted_bytes = min(_MAX_STEP_BYTES, num_bytes // _MIN_STEPS)
+        slots_per_section = max(1, wanted_bytes // block_bytes)
+        section_bytes = -(-slots_per_section * block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_sections = num_bytes // section_bytes
+        if num_sections < 2:
+            raise ConfigError(
+                f"--host-bytes is {num_bytes}, but KV and adapters need {section_bytes} bytes each, for a "
+                "KV block; raise it"
+            )
+        num_adapter_sections = max(1, min(num_sections // 2, _MAX_FIRST_ADAPTER_BYTES // section_bytes))
+        return cls(num_sections, section_bytes, slots_per_section, num_adapter_sections)
+
+    @property
+    def num_bytes(self) -> int:
+        """All sections together, and the addresses of adapters."""
+        return self.num_sections * self.section_bytes
+
+    @property
+    def num_kv_sections(self) -> int:
+        """Sections that KV has at first."""
+        return self.num_sections - self.num_adapter_sections
+
+    @property
+    def num_slots(self) -> int:
+        """KV blocks that all sections hold."""
+        return self.num_sections * self.slots_per_section
+
+
+class HostBudget:
+    """Moves sections between adapters and KV, one at a time."""
+
+    def __init__(
+        self,
+        sections: HostSections,
+        cache: HostCache,
+        slots: HostSlots,
+        prefixes: PrefixCache,
+        new_id: Callable[[], TransferId],
+    ) -> None:
+        """Divide ``cache`` and ``slots``, which are empty.
+
+        ``prefixes``: drops KV of ``slots``. ``new_id``: returns ids of moves.
+        """
+        self.sections = sections
+        self._cache = cache
+        self._slots = slots
+        self._prefixes = prefixes
+        self._new_id = new_id
+        next_use = itertools.count(1).__next__
+        cache.divide(
+            sections.section_bytes, range(sections.num_adapter_sections, sections.num_sections), next_use
+        )
+        slots.divide(
+            sections.slots_per_section, range(sections.num_kv_sections, sections.num_sections), next_use
+        )
+        self._move: HostMove | None = None  # until it has ended
+        self._is_sent = False
+        self._look_at_s = -math.inf
+        self._retry_at_s: float | None = None  # after a move has failed
+        self._is_last_to_kv = False
+        self._turn_at_s = -math.inf  # before it no section moves in the other direction
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When a move is tried again after one has failed; None = none has."""
+        return self._retry_at_s
+
+    def take_command(self, now_s: float) -> HostMove | None:
+        """Return the move for the next plan, if any. What lay in its section has been evicted."""
+        if self._move is None and (self._retry_at_s is None or now_s >= self._retry_at_s):
+            self._retry_at_s = None
+            if self._cache.is_short:
+                self._cache.is_short = False
+                self._begin(self._slots.coldest_section(since=0), now_s, to_kv=False)
+            elif now_s >= self._look_at_s:
+                self._look(now_s)
+        if self._is_sent:
+            return None
+        self._is_sent = True
+        return self._move
+
+    def repeat(self) -> None:
+        """Return the move for one more plan, unless it ends before: a plan was lost."""
+        self._is_sent = False
+
+    def end(self, result: TransferResult, now_s: float) -> None:
+        """Apply the end of a move; ignores that of other transfers."""
+        move = self._move
+        if move is None or move.transfer_id != result.transfer_id:
+            return
+        self._move = None
+        has_failed = result.error is not None
+        if has_failed:
+            self._retry_at_s = now_s + _LOOK_EVERY_S
+        section = move.source if has_failed else move.target
+        if move.to_kv == has_failed:
+            self._cache.take_section(section)
+        else:
+            self._slots.take_section(section)
+
+    def check_invariants(self) -> None:
+        """Assert that each section has one owner, or moves."""
+        num_away = len(self._cache.away) + len(self._slots.away)
+        assert num_away == self.sections.num_sections + (self._move is not None), num_away
+        assert len(self._cache.away) < self.sections.num_sections
+
+    def _look(self, now_s: float) -> None:
+        """Let a section move to the side that has evicted what was used after most of it."""
+        self._look_at_s = now_s + _LOOK_EVERY_S
+        cache, slots = self._cache, self._slots
+        for to_kv, lost_use, giver in ((False, cache.lost_use, slots), (True, slots.lost_use, cache)):
+            if lost_use is None or (to_kv != self._is_last_to_kv and now_s < self._turn_at_s):
+                continue
+            found = giver.coldest_section(since=lost_use)
+            if found is not None and found[0] <= _MAX_WARM_SHARE:
+                self._begin(found, now_s, to_kv=to_kv)
+                break
+        cache.lost_use = slots.lost_use = None
+
+    def _begin(self, found: tuple[float, int] | None, now_s: float, *, to_kv: bool) -> None:
+        """Begin to move the section that was found, if one was."""
+        if found is None:
+            return
+        _, source = found
+        if to_kv:
+            self._cache.give_section(source)
+            target = min(self._slots.away)
+        else:
+            self._prefixes.give_host_section(source)
+            target = min(self._cache.away)
+        self._move, self._is_sent = HostMove(self._new_id(), to_kv, source, target), False
+        self._is_last_to_kv, self._turn_at_s = to_kv, now_s + _TURN_S
