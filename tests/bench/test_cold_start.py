@@ -14,7 +14,7 @@ from cold.cells import AGAIN, COLD, SERIES, CellResult, Clock, percentile
 from cold.gaps import GapResult
 from cold.price import default_of
 from cold.rig import CACHED, PLANNER, STRATEGIES, Slowness
-from cold.simulated import Chunk, SimulatedCell, costs
+from cold.simulated import MAX_OVER_BEST, MAX_REGRET, Chunk, SimulatedCell, costs
 from cold.verdicts import at_most, judge_cells, judge_gaps, judge_loads
 from cold.waits import GroupWait, WaitRecorder
 from cold.workload import DEFAULT_CELLS, Cell, full_cells
@@ -111,8 +111,8 @@ def test_the_best_split_is_where_workers_and_link_meet() -> None:
 def test_the_planner_finds_the_best_split_of_a_simulated_machine(rank: int, num_running: int) -> None:
     row = costs(SimulatedCell(MACHINES["h100-llama8b"], rank, 32, num_running))
     best = row.pop("best split")
-    assert row["planner"] == pytest.approx(min(row.values()), rel=0.01)
-    assert row["planner"] == pytest.approx(best, rel=0.01)
+    assert row["planner"] <= MAX_REGRET * min(row.values())
+    assert 0.99 * best <= row["planner"] <= MAX_OVER_BEST * best
 
 
 def test_the_default_priority_has_the_least_mean_of_all_requests() -> None:
