@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from corun.gpu.adapters.arrival import AdapterLoad
 from corun.gpu.adapters.copier import AdapterCopier, DevicePages
 from corun.gpu.adapters.host import ArenaSize, RegisteredAdapter
+from corun.gpu.device.base import Stream
 from corun.gpu.device.cpu import CpuDevice
 from corun.gpu.device.link import PacedLink
 from corun.gpu.lora.table import DeviceAdapter, TableEntries
 from corun.profiles.link import Direction
 from corun.runtime.adapters.target_map import Target
 from corun.runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
+from corun.runtime.memory.host_budget import HostSections
 from corun.shm.arena import ArenaPages
 from safetensors.torch import load_file
 from support.host_adapters import Host, copied, shared
@@ -324,6 +327,25 @@ def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
     second.cancel()  # its copy has failed, which is only logged
     assert num_references(host) == 1
     del arrival, second
+    device.close()
+
+
+def test_no_copy_lies_in_two_sections_of_the_arena(files: Path) -> None:
+    """CUDA registers sections one by one."""
+    places: list[tuple[int, int]] = []
+
+    class Noting(CpuDevice):
+        def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+            places.append((int(source.storage_offset()), source.numel()))
+            super().copy(stream, destination, source)
+
+    device = Noting()
+    sections = HostSections(ROOMY_BYTES // PAGESIZE, PAGESIZE, 1, ROOMY_BYTES // PAGESIZE)
+    host = Host(device, replace(copied(ROOMY_BYTES), sections=sections))
+    facts = host.register(files / "a")
+    check_deltas(host, load(host, facts, files / "a"), files / "a")
+    assert max(facts.host_bytes) > PAGESIZE, "a layer lies in two sections"
+    assert all(start // PAGESIZE == (start + size - 1) // PAGESIZE for start, size in places)
     device.close()
 
 
