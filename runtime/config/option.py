@@ -24,6 +24,8 @@ _GONE = {
     "refresh-s": "--scheduling-policy chameleon:refresh=SECONDS",
     "memory-policy-weights": "--memory-policy chameleon:frequency=F,recency=R,size=S",
     "prefetch-expected": "--pin NAME for adapters that are to stay on the device",
+    "host-adapter-bytes": "--host-bytes, one budget for adapters and KV",
+    "host-kv-bytes": "--host-bytes, one budget for adapters and KV",
 }
 # Takes a value and its flag or key, which a ``ConfigError`` for a wrong value names.
 CheckValue = Callable[[Any, str], object]

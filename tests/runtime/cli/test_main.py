@@ -146,6 +146,7 @@ def test_a_file_says_how_requests_are_scheduled(tmp_path: Path) -> None:
         (["plan", "--refresh-s=60"], "give --scheduling-policy chameleon:refresh=SECONDS"),
         (["serve", "--memory-policy-weights", "1,1,1"], "give --memory-policy chameleon:frequency"),
         (["serve", "--prefetch-expected"], "which is gone: give --pin NAME"),
+        (["serve", "--host-kv-bytes", "1"], "which is gone: give --host-bytes"),
         (
             ["serve", "--scheduling-policy", "chameleon:queues=5"],
             "--scheduling-policy chameleon has queues=5, must be a whole number from 1 to 4",
