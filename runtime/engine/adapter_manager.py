@@ -366,11 +366,17 @@ class AdapterManager:
             if isinstance(end, str):
                 self._publisher.mark(self._registry.has_read(digest, end))
                 continue
-            self._publisher.mark(self._registry.names_of((), (digest,)), must_publish=True)
-            for version, is_free in self._registry.unreadable(digest, str(end)):
-                _logger.error("cannot serve adapter %r: %s", version.name, end)
-                self._device.unpin_adapter(version.adapter_id)
-                self._drop((version.adapter_id,) if is_free else ())
+            for name in self._end_unread(digest, end):
+                _logger.error("cannot serve adapter %r: %s", name, end)
+
+    def _end_unread(self, digest: str, error: CorunError) -> list[str]:
+        """End the versions in service whose values cannot be read; return their names."""
+        self._publisher.mark(self._registry.names_of((), (digest,)), must_publish=True)
+        ended = self._registry.unreadable(digest, str(error))
+        for version, is_free in ended:
+            self._device.unpin_adapter(version.adapter_id)
+            self._drop((version.adapter_id,) if is_free else ())
+        return [version.name for version, _ in ended]
 
     def _begin(self, message: AddAdapter | ReadAdapter) -> None:
         if self._registry.is_loading(message.name):  # for requests, or for another operation
@@ -448,8 +454,7 @@ class AdapterManager:
             error = taken_name(job.name)
         if content is None or error is not None:
             assert error is not None
-            self._registry.failed(job.name, job.load_id, str(error))
-            self._end(job, error)
+            self._fail(job, error, old)
             if facts is not None:
                 self._maybe_unused.add(facts.digest)
             return
@@ -466,6 +471,14 @@ class AdapterManager:
         if self._state_file is not None and job.is_kept:
             self._state_file.put(RememberedAdapter(job.name, str(job.path), is_pinned))
         self._end(job)
+
+    def _fail(self, job: ReadJob, error: CorunError, old: AdapterVersion | None) -> None:
+        self._registry.failed(job.name, job.load_id, str(error))
+        # Else requests for a mix would have the version read again and again.
+        is_needed = job.operation_id is None or isinstance(error, AdapterError)
+        if is_needed and old is not None and not old.content and old.path == job.path:
+            self._end_unread(old.digest, error)
+        self._end(job, error)
 
     def _replaced(self, old: AdapterVersion, registered: Registered) -> None:
         """Another load of an adapter that was in service has ended."""

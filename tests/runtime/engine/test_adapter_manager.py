@@ -32,6 +32,7 @@ from corun.runtime.errors import (
     AdapterExistsError,
     AdapterFailedError,
     AdapterUnavailableError,
+    CorunError,
     RequestError,
     UnknownModelError,
 )
@@ -526,6 +527,30 @@ def test_a_mix_and_a_pin_need_values_that_no_load_has_read(manager: AdapterManag
     begin(manager, files, "d1")
     pin(manager, "a")
     assert manager.resolve("a").content == "d1" and pinned(manager) == {"a": True}
+
+
+@pytest.mark.parametrize("error", [AdapterError("not finite"), AdapterUnavailableError("no answer")])
+def test_a_mix_of_values_that_cannot_be_read_is_refused(
+    manager: AdapterManager, files: Files, error: CorunError
+) -> None:
+    begun = begin(manager, files, error)
+    mix = LoRAMix([("a", 0.5)]).lora_name
+    wait_read(manager, mix)
+    with pytest.raises(AdapterFailedError, match=str(error)):
+        manager.resolve(mix)
+    assert not manager.must_wait(mix) and files.num_reads == 1
+    manager.remove_version(begun.adapter_id)
+    assert files.gone == [begun.digest]
+
+
+def test_a_pin_without_room_ends_no_version(
+    manager: AdapterManager, files: Files, device: FakeDevice
+) -> None:
+    begun = begin(manager, files, "d1")
+    device.most_pinned_bytes = 99
+    manager.handle(PinAdapter(7, "a", pinned=True))
+    assert wait_done(manager)[0].error == "no room"
+    assert manager.resolve("a") is begun
 
 
 def changes(manager: AdapterManager) -> list[AdapterInfo]:
