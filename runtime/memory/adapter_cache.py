@@ -79,7 +79,7 @@ class AdapterCache:
         self._pinned: set[AdapterId] = set()
         self._idle_bytes = 0
         self._num_waiting: dict[AdapterId, int] = {}
-        self.num_ended_uses = 0  # releases, and adapters that became evictable
+        self.num_ended_uses = 0  # ends of holds, loads and pins, after which bytes may be evictable
         self.log = AdapterLog()
 
     @property
@@ -236,6 +236,7 @@ class AdapterCache:
     def finish_load(self, adapter_id: AdapterId) -> None:
         entry = self._expect(adapter_id, AdapterState.LOADING)
         entry.state = AdapterState.RESIDENT
+        self.num_ended_uses += 1  # also of a pinned adapter, which may be evicted if nothing runs
         self.log.changed.add(adapter_id)
         if entry.num_references == 0:
             self._make_idle(entry)
@@ -243,6 +244,7 @@ class AdapterCache:
     def fail_load(self, adapter_id: AdapterId) -> None:
         """Remove a loading adapter, or mark it as failed until its last reference ends."""
         entry = self._expect(adapter_id, AdapterState.LOADING)
+        self.num_ended_uses += 1
         self.log.changed.add(adapter_id)
         if entry.num_references:
             entry.has_failed = True
@@ -312,7 +314,6 @@ class AdapterCache:
         """Make a resident adapter without references evictable, unless it is pinned."""
         if entry.adapter_id in self._pinned:
             return
-        self.num_ended_uses += 1
         self._idle[entry.adapter_id] = entry
         self._idle_bytes += entry.num_bytes
         self._mark_evictable(entry.num_bytes)

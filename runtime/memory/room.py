@@ -50,6 +50,7 @@ class Pins:
         self._adapters.pop(adapter_id, None)
         self._to_load.pop(adapter_id, None)
         self._cache.unpin(adapter_id)
+        self._cache.num_ended_uses += 1
 
     def mark_loading(self, adapter_id: AdapterId) -> None:
         """Record that a load has begun. If it fails, the next request loads the adapter again."""

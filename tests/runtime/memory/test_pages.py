@@ -282,6 +282,48 @@ def test_what_lacks_a_run_is_looked_for_again_when_a_use_has_ended(
     assert memory.room.make_adapter_room(adapter_of(3), include_waiting=True)
 
 
+@pytest.mark.parametrize("event", ["failed load", "pinned load", "unpin"])
+def test_and_when_a_load_or_a_pin_has_ended(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+    memory, _ = scattered(256, held=[page for page in range(1, 256, 4) if page not in (29, 37)])
+    loads = []
+    for adapter_id in map(AdapterId, (1, 2)):
+        memory.pins.pin(adapter_id, adapter_of(3))
+        assert memory.room.make_adapter_room(adapter_of(3), include_waiting=True)
+        loads.append(memory.loads.begin(adapter_id, adapter_of(3), 0.0) or pytest.fail("no room"))
+    memory.cache.acquire(AdapterId(2))
+    if event == "unpin":
+        memory.end_transfer(TransferResult(loads[0].transfer_id), 0.0)
+    elif event == "pinned load":
+        memory.cache.release(AdapterId(2))
+
+    def has_room() -> bool:
+        return memory.room.make_adapter_room(adapter_of(3), include_waiting=True)
+
+    assert not has_room()
+    with monkeypatch.context() as patch:
+        patch.setattr(Pages, "window_at", lambda *_, **__: pytest.fail("it is looked for in vain"))
+        assert not has_room()
+    if event == "unpin":
+        memory.pins.unpin(AdapterId(1))
+    else:
+        error = "the file is gone" if event == "failed load" else None
+        memory.end_transfer(TransferResult(loads[0].transfer_id, error), 0.0)
+    assert has_room()
+    memory.check_invariants()
+
+
+def test_a_pinned_adapter_that_does_not_help_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, _ = scattered(256, held=[page for page in range(1, 256, 4) if page != 29])
+    memory.pins.pin(AdapterId(1), adapter_of(3))
+    assert memory.room.make_adapter_room(adapter_of(3), include_waiting=True)
+    load = memory.loads.begin(AdapterId(1), adapter_of(3), 0.0)
+    assert load is not None
+    memory.end_transfer(TransferResult(load.transfer_id), 0.0)
+    assert not memory.room.make_adapter_room(adapter_of(5), include_waiting=True)
+    monkeypatch.setattr(Pages, "window_at", lambda *_, **__: pytest.fail("it is looked for in vain"))
+    assert not memory.room.make_adapter_room(adapter_of(5), include_waiting=True)
+
+
 def test_an_extent_without_a_victim_is_evicted_with_what_follows_it_in_its_prefix() -> None:
     memory = make_memory(num_blocks=256, has_pages=True, keeps_prefixes=True)
     prefix, others = fill(memory, 4), []
