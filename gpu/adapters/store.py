@@ -25,6 +25,7 @@ from ...runtime.adapters.resolved import (
     TakeTensor,
 )
 from ...runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
+from ...runtime.file_calls import SilentError
 from ...runtime.memory.host_budget import HostSections
 from ...runtime.plan import HostPlace, HostPlaceId
 from ...shm.arena import ArenaEntry, HostArena, extent_sizes
@@ -381,7 +382,7 @@ class AdapterStore:
             self._contents[digest] = end
             del self._headers[digest]
             self.on_first_read(digest, end.hexadecimal)
-        elif isinstance(end, AdapterError):
+        elif isinstance(end, AdapterError) and not isinstance(end.__cause__, SilentError):
             self.on_first_read(digest, end)
 
     def _place(self, plans: Sequence[GroupPlan], place: HostPlace | None) -> ArenaEntry | None:

@@ -12,7 +12,9 @@ import torch
 from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter
 from corun.gpu.adapters.store import HostAdapter
 from corun.gpu.device.cpu import CpuDevice
+from corun.runtime.adapters.checkpoint import Checkpoint
 from corun.runtime.errors import AdapterError
+from corun.runtime.file_calls import SilentError
 from corun.runtime.plan import AdapterId, AdapterTransfer, TransferId
 from support.gated_files import FileGate
 from support.host_adapters import Host, copied, shared
@@ -269,6 +271,26 @@ def test_a_cancelled_first_load_says_nothing_of_the_files(first: FirstReading) -
     first.end()
     first.let_go(host, has_failed=True)
     first.is_wanted = True
+    assert first.told == []
+    again = first.begin()
+    first.end()
+    assert first.told == [(first.digest, first.of_content)]
+    first.let_go(again)
+
+
+def test_files_that_do_not_answer_are_not_bad(first: FirstReading, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = first.begin()
+    first.gate.let(6)
+    assert host.wait_whole(1, TIMEOUT_S)
+
+    def silent(checkpoint: Checkpoint, part: memoryview, position: int) -> int:
+        raise SilentError(str(checkpoint.path), 10.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoint, "_read_some", silent)
+        first.end()
+    assert "does not answer" in str(host.error)
+    first.let_go(host, has_failed=True)
     assert first.told == []
     again = first.begin()
     first.end()
