@@ -12,8 +12,8 @@ FileStamp = tuple[int, int, int, int, int]  # device, inode, bytes, mtime and ct
 class AdapterContent:
     """Read at one time: neither part has changed while the other was read.
 
-    Unless ``is_read``, the values of the weights have not been: the first load reads and checks
-    them, and the digest of the facts stands for that of the content.
+    Without ``is_read`` the values have not been read: the first load reads and checks them, and the
+    digest of the facts stands for that of the content.
     """
 
     facts: AdapterFacts
