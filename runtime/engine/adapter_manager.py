@@ -466,7 +466,7 @@ class AdapterManager:
         self._publisher.mark((job.name,), must_publish=True)
         self._device.adapter_ready(registered.version.adapter_id, content.facts)
         if old is not None:
-            self._replaced(old, registered)
+            self._replaced(old, registered, content.facts.digest)
         self.pin_now(job.name, is_pinned=is_pinned)
         if self._state_file is not None and job.is_kept:
             self._state_file.put(RememberedAdapter(job.name, str(job.path), is_pinned))
@@ -480,8 +480,10 @@ class AdapterManager:
             self._end_unread(old.digest, error)
         self._end(job, error)
 
-    def _replaced(self, old: AdapterVersion, registered: Registered) -> None:
-        """Another load of an adapter that was in service has ended."""
+    def _replaced(self, old: AdapterVersion, registered: Registered, digest: str) -> None:
+        """Another load of an adapter that was in service has ended, and has read ``digest``."""
+        if registered.version.digest != digest:  # a stand-in, with which loads find the content
+            self._maybe_unused.add(digest)
         if registered.is_new:
             self._device.unpin_adapter(old.adapter_id)
         if registered.version is not old:

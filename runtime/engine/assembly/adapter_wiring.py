@@ -127,7 +127,11 @@ class HostFiles:
             begun = self._host.begin(path)
             if begun is None:
                 return None
-            conventions = self._read_conventions(Path(path), begun.vocab_size, before)
+            try:
+                conventions = self._read_conventions(Path(path), begun.vocab_size, before)
+            except BaseException:
+                self._host.remove_content(begun.digest)
+                raise
         return AdapterContent(_facts(begun), conventions, is_read=False)
 
     def read(self, path: AdapterPath, make_room: MakeRoom, known: AdapterVersion | None) -> AdapterContent:

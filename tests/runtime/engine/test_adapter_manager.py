@@ -495,6 +495,8 @@ def test_a_version_is_named_once_its_first_load_has_read_it(manager: AdapterMana
     assert changes(manager)[0].version == "d1"
     add(manager, files, "d1")  # the same content
     assert manager.resolve("a").adapter_id == version.adapter_id
+    manager.poll()
+    assert files.gone == ["d1"]  # loads look for what stands for it
     add(manager, files, "d2")
     assert manager.resolve("a").adapter_id != version.adapter_id
 

@@ -31,6 +31,7 @@ class Host:
 
     def __init__(self) -> None:
         self.num_read = 0
+        self.removed: list[str] = []
         self.while_reading: Callable[[], object] = lambda: None
 
     def register(self, path: str, make_room: Any) -> SimpleNamespace:
@@ -50,6 +51,12 @@ class Host:
             is_kept=True,
             vocab_size=None,
         )
+
+    def begin(self, path: str) -> SimpleNamespace:
+        return self.register(path, None)
+
+    def remove_content(self, digest: str) -> None:
+        self.removed.append(digest)
 
 
 @pytest.fixture
@@ -116,6 +123,15 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(host: Host, folder: P
     host.while_reading = (folder / "chat_template.jinja").unlink
     with pytest.raises(AdapterError, match="changed while they were read"):
         read(host, folder)
+    assert host.removed == []
+
+
+def test_a_folder_that_changes_while_it_is_begun_leaves_nothing(host: Host, folder: Path) -> None:
+    files = HostFiles(host, ConventionReader(TOKENS))  # type: ignore[arg-type]
+    host.while_reading = (folder / "chat_template.jinja").unlink
+    with pytest.raises(AdapterError, match="changed while they were read"):
+        files.begin(str(folder))
+    assert host.removed == ["d"]
 
 
 def test_conventions_can_be_left(host: Host, folder: Path) -> None:
