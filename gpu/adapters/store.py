@@ -251,6 +251,7 @@ class AdapterStore:
         self._bytes: torch.Tensor | None = self._memory.tensor(0, (arena.segment.num_bytes,), torch.uint8)
         self._contents: dict[str, ContentDigest] = {}  # of adapters that were read
         self._headers: dict[str, FileHeader] = {}  # of adapters that no load has read yet
+        self._lock = threading.Lock()  # contents are removed while first loads end
         self.on_first_read: OnFirstRead = lambda digest, end: None
 
     def outline(self, path: AdapterPath) -> tuple[ResolvedAdapter, tuple[GroupPlan, ...]]:
@@ -336,8 +337,9 @@ class AdapterStore:
 
     def remove_content(self, digest: str) -> None:
         """Remove what is stored for this content; it is not fetched again."""
-        self._contents.pop(digest, None)
-        self._headers.pop(digest, None)
+        with self._lock:
+            self._contents.pop(digest, None)
+            self._headers.pop(digest, None)
 
     def close(self) -> None:
         """Release the arena; no operation may use it any more. Idempotent.
@@ -376,13 +378,18 @@ class AdapterStore:
 
     def _end_first_read(self, digest: str, end: ContentDigest | CorunError) -> None:
         """A load has read the files; tells the first time. They are read again after other errors."""
-        if digest not in self._headers:
-            return
         if isinstance(end, ContentDigest):
-            self._contents[digest] = end
-            del self._headers[digest]
+            with self._lock:
+                if digest not in self._headers:
+                    return
+                self._contents[digest] = end
+                del self._headers[digest]
             self.on_first_read(digest, end.hexadecimal)
-        elif isinstance(end, AdapterError) and not isinstance(end.__cause__, SilentError):
+        elif (
+            isinstance(end, AdapterError)
+            and not isinstance(end.__cause__, SilentError)
+            and digest in self._headers
+        ):
             self.on_first_read(digest, end)
 
     def _place(self, plans: Sequence[GroupPlan], place: HostPlace | None) -> ArenaEntry | None:

@@ -13,6 +13,7 @@ from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter
 from corun.gpu.adapters.store import HostAdapter
 from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.adapters.checkpoint import Checkpoint
+from corun.runtime.adapters.resolved import FileHeader
 from corun.runtime.errors import AdapterError
 from corun.runtime.file_calls import SilentError
 from corun.runtime.plan import AdapterId, AdapterTransfer, TransferId
@@ -276,6 +277,28 @@ def test_a_cancelled_first_load_says_nothing_of_the_files(first: FirstReading) -
     first.end()
     assert first.told == [(first.digest, first.of_content)]
     first.let_go(again)
+
+
+def test_content_that_is_removed_as_its_first_load_ends_leaves_nothing(
+    first: FirstReading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remover = threading.Thread(target=first.store.remove_content, args=(first.digest,))
+
+    class Headers(dict[str, FileHeader]):
+        def __contains__(self, digest: object) -> bool:
+            found = super().__contains__(digest)
+            if not remover.ident:
+                remover.start()
+                remover.join(0.1)
+            return found
+
+    monkeypatch.setattr(first.store, "_headers", Headers(first.store._headers))
+    host = first.begin()
+    first.end()
+    remover.join(TIMEOUT_S)
+    assert host.error is None
+    assert not {first.digest} & {*first.store._headers, *first.store._contents}
+    first.let_go(host)
 
 
 def test_files_that_do_not_answer_are_not_bad(first: FirstReading, monkeypatch: pytest.MonkeyPatch) -> None:
