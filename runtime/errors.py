@@ -109,7 +109,7 @@ class AdapterUnavailableError(RequestError):
 
 
 class AdapterChangedError(AdapterUnavailableError):
-    """The request's prompt was made for an older version of its adapter."""
+    """The request was made for an older version of its adapter."""
 
 
 class AdapterFailedError(AdapterUnavailableError):

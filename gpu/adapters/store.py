@@ -24,7 +24,13 @@ from ...runtime.adapters.resolved import (
     ResolvedAdapter,
     TakeTensor,
 )
-from ...runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
+from ...runtime.errors import (
+    AdapterChangedError,
+    AdapterError,
+    AdapterUnavailableError,
+    CorunError,
+    ResourceError,
+)
 from ...runtime.file_calls import SilentError
 from ...runtime.memory.host_budget import HostSections
 from ...runtime.plan import HostPlace, HostPlaceId
@@ -152,8 +158,8 @@ def _region_ends(layers: Sequence[int]) -> dict[int, int]:
 # Opens a PEFT directory, or those of a mix; raises ``AdapterError``.
 OpenSource = Callable[[AdapterPath], AdapterReader]
 # Called with the digest of an adapter whose values had not been read, and with that of its content,
-# hexadecimal, or with the error. By the thread that reads.
-OnFirstRead = Callable[[str, str | AdapterError], None]
+# hexadecimal, or with the error: of bad files, or ``AdapterChangedError``. By the thread that reads.
+OnFirstRead = Callable[[str, str | CorunError], None]
 # Returns a place for an adapter with these bytes per layer, in whole pages; None = no room.
 MakeRoom = Callable[[Sequence[int]], HostPlace | None]
 
@@ -300,14 +306,14 @@ class AdapterStore:
         """Refer to the adapter that was registered or begun with this digest.
 
         If its place is not filled the caller must fill it with ``HostAdapter.read``. Raises
-        ``AdapterError`` if the files have changed, ``ResourceError`` if the machine has too little
-        memory.
+        ``AdapterError`` if the files have changed, ``AdapterChangedError`` if they have before
+        their first load, ``ResourceError`` if the machine has too little memory.
         """
         if place.is_filled:
             return HostAdapter(self._arena, self._arena.acquire(place.place_id), self._whole)
         try:
             return self._read_again(digest, path, place)
-        except AdapterError as error:
+        except CorunError as error:
             self._end_first_read(digest, error)
             raise
 
@@ -386,7 +392,7 @@ class AdapterStore:
                 del self._headers[digest]
             self.on_first_read(digest, end.hexadecimal)
         elif (
-            isinstance(end, AdapterError)
+            isinstance(end, AdapterError | AdapterChangedError)
             and not isinstance(end.__cause__, SilentError)
             and digest in self._headers
         ):

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import AdapterError
+from ..errors import AdapterChangedError, AdapterError
 from .checkpoint import Checkpoint
 from .digest import ContentDigest, LayerDigest, digest_head
 from .folder_files import OWN_FILES, AdapterRoots
@@ -71,7 +71,10 @@ class OpenAdapter:
     def resume(self, header: FileHeader) -> None:
         """See ``resolved.AdapterReader``."""
         if self.begin() != header:
-            raise self._changed()
+            raise AdapterChangedError(
+                f"the files in {self._checkpoint.path.parent} changed before they were first read; "
+                "send the request again to have the new content"
+            )
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:
         """Pass the tensors to ``take`` by layers, within a layer in the order of their names.

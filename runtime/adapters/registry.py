@@ -229,10 +229,11 @@ class AdapterRegistry:
                 entry.version = held.version
         return self.names_of((), (digest,))
 
-    def unreadable(self, digest: str, reason: str) -> list[tuple[AdapterVersion, bool]]:
+    def unreadable(self, digest: str, reason: str | None) -> list[tuple[AdapterVersion, bool]]:
         """The files of the versions of ``digest`` are bad: new requests fail with ``reason``.
 
-        Return those that were in service, and whether to free them now.
+        None: they have changed, and the next request has them loaded again. Return those that were
+        in service, and whether to free them now.
         """
         ended = []
         for adapter_id in tuple(self._ids_of.get(digest, ())):
@@ -240,6 +241,8 @@ class AdapterRegistry:
             entry = self._entries.get(version.name)
             if entry is not None and entry.version is version:
                 entry.version, entry.reason = None, reason
+                if reason is None:
+                    entry.outline = AdapterOutline(version.rank, version.num_bytes, version.facts.left_out)
                 ended.append((version, bool(self._drain(version))))
         return ended
 

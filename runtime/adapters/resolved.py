@@ -205,7 +205,7 @@ class AdapterReader(Protocol):
     def resume(self, header: FileHeader) -> None:
         """Accept only the file of which another reader's ``begin`` returned this.
 
-        Raises ``AdapterError`` if it has changed since.
+        Raises ``AdapterChangedError`` if it has changed since.
         """
 
     def read_layers(self, take: TakeTensor) -> Iterator[int]:

@@ -20,7 +20,7 @@ from ..adapters.names import DRAINING, READY, taken_name
 from ..adapters.registry import AdapterRegistry, AdapterVersion, Registered
 from ..adapters.state_file import AdapterStateFile, RememberedAdapter
 from ..engine_state import Residency
-from ..errors import AdapterError, CorunError, RequestError
+from ..errors import AdapterChangedError, AdapterError, CorunError, RequestError
 from ..memory.loads import HostRoom
 from ..memory.report import Changed
 from ..plan import AdapterId, HostPlace, HostPlaceId
@@ -165,7 +165,7 @@ class AdapterManager:
         # Operations that wait for a read of the same name.
         self._postponed: dict[str, list[AddAdapter | ReadAdapter]] = {}
         # The ends of first loads: what stands for the content, and its digest or the error.
-        self._first_reads: queue.SimpleQueue[tuple[str, str | AdapterError]] = queue.SimpleQueue()
+        self._first_reads: queue.SimpleQueue[tuple[str, str | CorunError]] = queue.SimpleQueue()
         self._mixes = AdapterMixes(self._registry, self._must_read, self._begin_reading, self._unregister)
 
     def attach(self, device: AdapterResidency) -> None:
@@ -355,7 +355,7 @@ class AdapterManager:
         """Wake the engine's thread to ``poll``. Called by any thread."""
         self._reader.notify()
 
-    def first_read_ended(self, digest: str, end: str | AdapterError) -> None:
+    def first_read_ended(self, digest: str, end: str | CorunError) -> None:
         """The first load of a version has read its files; see ``OnFirstRead``. Any thread."""
         self._first_reads.put((digest, end))
         self.notify()
@@ -366,13 +366,15 @@ class AdapterManager:
             if isinstance(end, str):
                 self._publisher.mark(self._registry.has_read(digest, end))
                 continue
-            for name in self._end_unread(digest, end):
-                _logger.error("cannot serve adapter %r: %s", name, end)
+            is_bad = not isinstance(end, AdapterChangedError)
+            for name in self._end_unread(digest, str(end) if is_bad else None):
+                level = logging.ERROR if is_bad else logging.INFO
+                _logger.log(level, "cannot serve adapter %r: %s", name, end)
 
-    def _end_unread(self, digest: str, error: CorunError) -> list[str]:
-        """End the versions in service whose values cannot be read; return their names."""
+    def _end_unread(self, digest: str, reason: str | None) -> list[str]:
+        """End the versions in service of unread values; return their names. See ``unreadable``."""
         self._publisher.mark(self._registry.names_of((), (digest,)), must_publish=True)
-        ended = self._registry.unreadable(digest, str(error))
+        ended = self._registry.unreadable(digest, reason)
         for version, is_free in ended:
             self._device.unpin_adapter(version.adapter_id)
             self._drop((version.adapter_id,) if is_free else ())
@@ -477,7 +479,7 @@ class AdapterManager:
         # Else requests for a mix would have the version read again and again.
         is_needed = job.operation_id is None or isinstance(error, AdapterError)
         if is_needed and old is not None and not old.content and old.path == job.path:
-            self._end_unread(old.digest, error)
+            self._end_unread(old.digest, str(error))
         self._end(job, error)
 
     def _replaced(self, old: AdapterVersion, registered: Registered, digest: str) -> None:

@@ -14,7 +14,7 @@ from corun.gpu.adapters.store import HostAdapter
 from corun.gpu.device.cpu import CpuDevice
 from corun.runtime.adapters.checkpoint import Checkpoint
 from corun.runtime.adapters.resolved import FileHeader
-from corun.runtime.errors import AdapterError
+from corun.runtime.errors import AdapterChangedError, AdapterError
 from corun.runtime.file_calls import SilentError
 from corun.runtime.plan import AdapterId, AdapterTransfer, TransferId
 from support.gated_files import FileGate
@@ -258,9 +258,9 @@ def test_what_is_damaged_half_way_is_told_and_leaves_nothing(first: FirstReading
 
 def test_files_of_another_header_are_not_read(first: FirstReading) -> None:
     edit_tensors(first.path, layers__1__mlp__up_proj__lora_B=lambda tensor: tensor + 1)
-    with pytest.raises(AdapterError, match="have changed"):
+    with pytest.raises(AdapterChangedError, match="changed before they were first read"):
         first.host.fetch(first.digest, first.path)
-    assert [digest for digest, _ in first.told] == [first.digest]
+    assert [(digest, type(end)) for digest, end in first.told] == [(first.digest, AdapterChangedError)]
     assert first.host.arena.taken_bytes == 0
 
 

@@ -28,6 +28,7 @@ from corun.runtime.engine.messages import (
 )
 from corun.runtime.engine_state import Residency
 from corun.runtime.errors import (
+    AdapterChangedError,
     AdapterError,
     AdapterExistsError,
     AdapterFailedError,
@@ -517,6 +518,19 @@ def test_what_the_first_load_cannot_read_has_failed(
     assert files.gone == [version.digest]
     add(manager, files, "d1")
     assert manager.resolve("a").content == "d1"
+
+
+def test_files_that_changed_before_their_first_load_are_begun_again(
+    manager: AdapterManager, files: Files
+) -> None:
+    begun = begin(manager, files, "d1")
+    manager.acquire(begun.adapter_id)
+    manager.first_read_ended(begun.digest, AdapterChangedError("changed"))
+    assert [(one.state, one.reason, one.version) for one in changes(manager)] == [("ready", None, "")]
+    wait_read(manager, "a")
+    again = manager.resolve("a")
+    assert again.adapter_id != begun.adapter_id and files.num_reads == 0
+    assert manager.release(begun.adapter_id)
 
 
 def test_a_mix_and_a_pin_need_values_that_no_load_has_read(manager: AdapterManager, files: Files) -> None:
