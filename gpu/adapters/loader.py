@@ -30,7 +30,8 @@ from .fetcher import AdapterFetcher, FetchAdapter, Fetched
 _LOG = logging.getLogger(__name__)
 
 # Loads that requests wait for with copies on the device's queue: the first in turn, and the next one,
-# so that the link is not idle while the engine's thread computes. Copies on the queue have no order.
+# so that the link is not idle while the engine's thread computes. A new order does not move copies
+# that are on the queue.
 _MAX_COPYING = 2
 # Short compared with a copy, long compared with the cost of a poll.
 _POLL_EVERY_S = 0.0005
@@ -136,7 +137,7 @@ class AdapterLoader:
         self._notify()
 
     def order(self, order: Sequence[TransferId]) -> None:
-        """Copy loads that requests wait for in this order from now on, and later ones behind."""
+        """Copy loads that requests wait for in this order from now on, and others behind by id."""
         self._turns = {transfer_id: turn for turn, transfer_id in enumerate(order)}
 
     def promote(self, transfer_id: TransferId) -> None:
@@ -243,8 +244,9 @@ class AdapterLoader:
         for started in self._under_way if not demand else ():
             started.arrival.advance()
 
-    def _turn(self, started: _Started) -> int:
-        return self._turns.get(started.transfer.transfer_id, len(self._turns))
+    def _turn(self, started: _Started) -> tuple[int, TransferId]:
+        transfer_id = started.transfer.transfer_id
+        return self._turns.get(transfer_id, len(self._turns)), transfer_id
 
     def _end_cancelled(self) -> None:
         """End a cancelled load once its place on the host is no longer written."""

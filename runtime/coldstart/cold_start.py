@@ -54,7 +54,7 @@ class PlannedColdStarts(ColdStarts):
         self._first_tokens = FirstTokens(transfers)
         self._delays = DelayTracker()
         self._decisions: dict[RequestId, Decision] = {}
-        # Of requests with a decision: their loads, and what a second of delay costs, once needed.
+        # Of requests that wait for loads: these, and what a second of delay costs, once needed.
         self._undelayed: dict[RequestId, tuple[TransferId, ColdRequest]] = {}
         self._losses: dict[RequestId, tuple[TransferId, float]] = {}
         self._blocking: set[TransferId] = set()
@@ -80,7 +80,10 @@ class PlannedColdStarts(ColdStarts):
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         """Whether a request with a loading adapter starts now. The first call decides."""
         load = self.transfers.load_of(request.adapter_id)
-        if load is None or not may_use_workers(request):
+        if load is None:
+            return False
+        if not may_use_workers(request):
+            self._waits_for_all(request, load)
             return False
         decision = self._decisions.get(request.request_id)
         if decision is None:
@@ -89,7 +92,15 @@ class PlannedColdStarts(ColdStarts):
             self._counts[decision.strategy.value] += 1
             if decision.strategy is LoadStrategy.BLOCKING:
                 self._blocking.add(load.transfer_id)
-        return decision.strategy in AT_ONCE
+        if decision.strategy in AT_ONCE:
+            return True
+        self._waits_for_all(request, load)
+        return False
+
+    def waits(self, request: Request) -> None:
+        load = self.transfers.load_of(request.adapter_id)
+        if load is not None and request.request_id not in self._decisions:
+            self._waits_for_all(request, load)
 
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
@@ -103,6 +114,7 @@ class PlannedColdStarts(ColdStarts):
         if load is None:
             return None  # the load has failed, and the request ends soon
         if needs_whole_adapter(request):
+            self._waits_for_all(request, load)
             return None
         if load.num_on_host == 0:
             return None  # without a read layer group it has no place on the device
@@ -168,6 +180,7 @@ class PlannedColdStarts(ColdStarts):
 
     def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
         """Compare the time of the first token with its prediction. Return how it was started."""
+        self._forget_loss(request_id)
         decision = self._decisions.get(request_id)
         if decision is None:
             return None
@@ -183,8 +196,7 @@ class PlannedColdStarts(ColdStarts):
     def discard(self, request_id: RequestId) -> None:
         """Drop the record of a request that has ended."""
         self._decisions.pop(request_id, None)
-        self._undelayed.pop(request_id, None)
-        self._losses.pop(request_id, None)
+        self._forget_loss(request_id)
         self._first_tokens.discard(request_id)
 
     def _decide(
@@ -206,6 +218,15 @@ class PlannedColdStarts(ColdStarts):
                 is_at_once=decision.strategy in AT_ONCE,
             )
         return decision
+
+    def _waits_for_all(self, request: Request, load: OpenLoad) -> None:
+        """Record that the request waits for the whole load, so it loses each second of delay."""
+        self._undelayed.pop(request.request_id, None)
+        self._losses[request.request_id] = load.transfer_id, 1.0
+
+    def _forget_loss(self, request_id: RequestId) -> None:
+        self._undelayed.pop(request_id, None)
+        self._losses.pop(request_id, None)
 
     def _order_loads(self, now_s: float) -> None:
         """Set the order in which loads use the link."""

@@ -16,7 +16,7 @@ from ..memory.transfers import OpenLoad, OpenTransfer, TransferTable
 from ..plan import TransferId
 from ..scheduler.cold import FIRST_FILE_BYTES_PER_S
 
-_PATIENCE = 8.0  # multiple of its own time that a load waits at most before it goes first
+_PATIENCE = 8.0  # multiple of its own time after which a load goes before all others but such ones
 _SMOOTHING = 0.5  # weight of the newest measurement; large, as files may be in the page cache
 
 
@@ -66,8 +66,9 @@ def in_order(
     The gain is in seconds per second of the link: what the load's requests lose by a second of
     delay, over the seconds that the load takes. Requests that workers can serve meanwhile lose
     little. Before these come loads that a step waits for, since all of its rows wait; and before
-    them loads that have waited for a multiple of their own time, so that none is overtaken for
-    ever. Equal loads keep their order.
+    them loads that requests have waited for during a multiple of the load's own time, the longest
+    wait first, so that none is overtaken for ever. Its own time is that of reading and copying it.
+    Equal loads keep their order.
 
     Args:
         loads: The loads that requests wait for.
@@ -77,9 +78,9 @@ def in_order(
     """
 
     def rank(load: OpenLoad) -> tuple[int, float]:
-        own_s = sum(load.part_bytes) / bytes_per_s
-        if now_s - load.began_s > _PATIENCE * own_s:
-            return 0, load.began_s
+        own_s = load.read_s + sum(load.part_bytes) / bytes_per_s
+        if now_s - load.demanded_s > _PATIENCE * own_s:
+            return 0, load.demanded_s
         if load.is_awaited:
             return 1, 0.0
         left_s = sum(load.part_bytes[load.num_arrived :]) / bytes_per_s

@@ -4,6 +4,7 @@ The memory begins and ends transfers here. Predictions of their ends read it.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -117,6 +118,7 @@ class OpenLoad(OpenTransfer):
     is_awaited: bool = False  # a step has begun that needs layers of it on the device
     num_read: int = 0  # layer groups that were reported as read from files
     read_s: float = 0.0  # time to read them
+    demanded_s: float = math.inf  # since when a request waits, and a layer group is on the host
 
     @property
     def is_from_files(self) -> bool:
@@ -182,7 +184,7 @@ class TransferTable:
         self._changes = dict.fromkeys(Direction, Change(0, 0.0))
         self._commands: list[Transfer] = []  # not yet in a plan
         self._promoted: list[TransferId] = []  # not yet in a plan
-        self._order: tuple[TransferId, ...] = ()  # of loads, if another one; not yet in a plan
+        self._has_new_order = False  # of loads; not yet in a plan
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
@@ -231,8 +233,12 @@ class TransferTable:
         assert set(before) == set(loads), "another set of loads"
         for turn, load in enumerate(loads):
             load.turn = turn
-        self._order = tuple(load.transfer_id for load in loads)
+        self._has_new_order = True
         self._changed(loads[0], now_s)
+
+    def repeat_order(self) -> None:
+        """Send the order of loads with the next plan, too, as an earlier one was lost."""
+        self._has_new_order = True
 
     def new_id(self) -> TransferId:
         return TransferId(next(self._ids))
@@ -248,16 +254,22 @@ class TransferTable:
             assert adapter_id not in self._loads, f"adapter {adapter_id} is loaded twice"
             self._loads[adapter_id] = transfer
             transfer.turn = self._last_turn()
+            self._mark_demanded(transfer, now_s)
             if transfer.is_from_files:
                 self._start_next_read(now_s)
 
     def promote(self, adapter_id: AdapterId, now_s: float) -> None:
-        """Promote the prefetch of an adapter to a demand load: a request waits for it now."""
+        """Promote the prefetch of an adapter to a demand load: a request waits for it now.
+
+        It goes behind the other loads, though some of these may have begun after it.
+        """
         load = self._loads.get(adapter_id)
         if load is None or load.is_demand:
             return
         load.turn = self._last_turn()
         self._promote(load, now_s)
+        self._mark_demanded(load, now_s)
+        self._has_new_order = True
         if load.is_from_files:
             self._start_next_read(now_s)
 
@@ -326,8 +338,8 @@ class TransferTable:
 
     def take_order(self) -> tuple[TransferId, ...]:
         """Return the order of loads for the next plan; () = that of the plans before."""
-        order, self._order = self._order, ()
-        return order
+        has_new_order, self._has_new_order = self._has_new_order, False
+        return tuple(load.transfer_id for load in self.loads_in_turn()) if has_new_order else ()
 
     def check_invariants(self) -> None:
         """Assert that loads by adapter and the current reading agree with open transfers."""
@@ -344,6 +356,11 @@ class TransferTable:
         transfer.is_demand = True
         self._promoted.append(transfer.transfer_id)
         self._changed(transfer, now_s)
+
+    def _mark_demanded(self, load: OpenLoad, now_s: float) -> None:
+        """Begin to count how long requests wait for the link, if they do."""
+        if load.is_demand and load.num_on_host:
+            load.demanded_s = min(load.demanded_s, now_s)
 
     def _last_turn(self) -> int:
         """Return a turn behind those of all loads."""
@@ -365,6 +382,7 @@ class TransferTable:
 
     def _record_progress(self, load: OpenLoad, now_s: float) -> None:
         """Set the current reading: the load with new layer groups on the host."""
+        self._mark_demanded(load, now_s)
         self.reading = ReadingTurn(load, now_s)
         if load.is_on_host:
             self.reading = None

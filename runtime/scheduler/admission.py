@@ -122,9 +122,10 @@ class Admission:
 
     def _may_start_cold(self, request: Request, draft: StepDraft, now_s: float) -> bool:
         """Whether a request starts now, while its adapter is loading."""
-        return draft.max_cold_tokens > 0 and self._cold_starts.may_start(
-            request, len(self._running), draft.rows, now_s
-        )
+        if not draft.max_cold_tokens:
+            self._cold_starts.waits(request)
+            return False
+        return self._cold_starts.may_start(request, len(self._running), draft.rows, now_s)
 
     def _mark_short_kv(self, request: Request) -> None:
         """Record whether KV that a request finds or computes from now on is of a short context."""

@@ -56,6 +56,9 @@ class ColdStarts:
         """Whether ``request`` starts now, while its adapter is loading."""
         return False
 
+    def waits(self, request: Request) -> None:
+        """Record that ``request`` waits for its load, as the step has no room for a cold row."""
+
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:

@@ -284,15 +284,15 @@ def test_files_that_are_read_delay_no_copy(loading: Loading) -> None:
 
 
 def test_loads_are_copied_in_order_and_at_most_two_at_a_time(loading: Loading) -> None:
-    arrivals = {number: Arrival() for number in range(1, 6)}
+    arrivals = {number: Arrival() for number in range(1, 7)}
     loading.results = {AdapterId(number): arrival for number, arrival in arrivals.items()}
 
     loading.loader.order([TransferId(104), TransferId(102), TransferId(101), TransferId(103)])
-    loading.load(1, 2, 3, 4, 5)
+    loading.load(1, 2, 3, 4, 6, 5)  # the last two began in the other order
     for _ in arrivals:  # all have been fetched
         assert loading._told.acquire(timeout=TIMEOUT_S)
     assert loading.ended() == []
-    order = [4, 2, 1, 3, 5]
+    order = [4, 2, 1, 3, 5, 6]
     for num_ended, number in enumerate(order):
         copied = {one for one, arrival in arrivals.items() if arrival.num_enqueued}
         assert copied == {*order[: num_ended + 2]}

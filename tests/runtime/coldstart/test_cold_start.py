@@ -136,6 +136,35 @@ def test_a_load_that_workers_can_serve_meanwhile_waits(loads: Loads) -> None:
     assert loads.table.take_order() == (second, first)
 
 
+def test_a_load_whose_request_waits_for_all_of_it_goes_first(loads: Loads) -> None:
+    """Until its first token: without a decision for lack of room, or after a failure of workers."""
+    cold_starts = _cold_starts(loads)
+    first, second = (make_request(number, prompt=32, adapter_id=AdapterId(number)) for number in (1, 2))
+    ids = []
+    for request in (first, second):
+        _load(loads, adapter_id=request.adapter_id)
+        ids.append(loads[request.adapter_id].transfer_id)
+
+    def order(step: int) -> tuple[int, ...]:
+        cold_starts.step_closed(StepId(step), _rows(), 0.0)
+        return tuple(ids.index(one) + 1 for one in loads.table.take_order())
+
+    assert cold_starts.may_start(first, 0, _rows(), 0.0)
+    cold_starts.waits(second)
+    assert order(1) == (2, 1)
+    first.retried_positions[0] += 1
+    assert not cold_starts.may_start(first, 0, _rows(), 0.0)
+    assert cold_starts.may_start(second, 0, _rows(), 0.0)
+    assert order(2) == (1, 2)
+    cold_starts.waits(second)
+    assert order(3) == (), "it has a decision and starts with the next step"
+    second.retried_positions[0] += 1
+    assert not cold_starts.may_start(second, 0, _rows(), 0.0)
+    assert order(4) == (), "both wait"
+    cold_starts.on_first_token(first.request_id, 0.0)
+    assert order(5) == (2, 1)
+
+
 def test_adapters_with_factors_do_not_use_workers(loads: Loads) -> None:
     cold_starts = _cold_starts(loads)
     request = make_request(1, prompt=32, adapter_id=ADAPTER, adapter_bytes=400)

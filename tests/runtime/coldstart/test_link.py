@@ -102,6 +102,22 @@ def test_no_load_is_overtaken_for_ever() -> None:
     assert 0.0 < now_s <= 10.0
 
 
+def test_a_load_needs_no_patience_while_no_request_waits_or_its_files_are_read() -> None:
+    loads = Loads()
+    promoted = loads.begin(A, (100,), is_demand=False)
+    read = loads.begin(B, (100, 100), is_on_host=False)
+    loads.promote(A, 50.0)
+    loads.read(B, 1, 10.0, 50.0)
+    newest = loads.begin(C, (100,), 55.0)
+    losses = {newest.transfer_id: 3.0, read.transfer_id: 4.0, promoted.transfer_id: 1.0}
+    waiting = [promoted, read, newest]
+    assert ids(in_order(waiting, losses, 100.0, 55.0)) == [C, B, A]
+    assert ids(in_order(waiting, losses, 100.0, 60.0)) == [A, C, B], "8 times the second of its copy"
+    loads.read(B, 2, 12.0, 70.0)
+    assert ids(in_order(waiting, losses, 100.0, 160.0)) == [A, C, B], "its reading took 12 s"
+    assert ids(in_order(waiting, losses, 100.0, 170.0)) == [A, B, C]
+
+
 def test_a_prefetch_moves_when_no_demand_does() -> None:
     link = Link()
     link.loads.begin(B, (100,), is_demand=False)

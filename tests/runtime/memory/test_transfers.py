@@ -47,6 +47,19 @@ def test_loads_and_copies_of_blocks_are_in_one_table() -> None:
     table.check_invariants()
 
 
+def test_the_order_with_a_promoted_load_at_its_end_is_sent_and_sent_again() -> None:
+    loads = Loads()
+    table = loads.table
+    prefetch, load = loads.begin(A, (5,), is_demand=False), loads.begin(B, (5,))
+    assert table.take_order() == ()
+    loads.promote(A)
+    assert table.take_order() == (load.transfer_id, prefetch.transfer_id)
+    assert table.take_order() == ()
+    loads.end(B)
+    table.repeat_order()
+    assert table.take_order() == (prefetch.transfer_id,)
+
+
 def test_an_adapter_is_loaded_once_at_a_time() -> None:
     loads = Loads()
     loads.begin(A, (5,))

@@ -44,6 +44,9 @@ class FixedColdStarts(ColdStarts):
     def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
         return not self.is_blocking
 
+    def waits(self, request: Request) -> None:
+        self.log.append(f"{request.request_id} waits")
+
     def next_chunk(
         self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
     ) -> ColdChunk | None:
@@ -217,8 +220,23 @@ def test_a_prefetch_that_somebody_waits_for_is_promoted() -> None:
         scheduler.update(result, 0.0)
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    assert plan.promoted_transfers == (1,)
+    assert plan.promoted_transfers == plan.load_order == (1,)
     assert load.is_demand
+    scheduler.fail_step(plan.step_id, "lost", 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert plan.load_order == (1,), "as the plan with it was lost"
+
+
+def test_a_request_without_room_for_a_cold_row_is_known_to_wait() -> None:
+    cold_starts = FixedColdStarts()
+    scheduler = make_scheduler(cold_starts=cold_starts, max_assisted_rows_per_step=1)
+    for number in (1, 2):
+        adapter_id = AdapterId(number)
+        scheduler.add_request(make_request(number, adapter_id=adapter_id, adapter_bytes=100), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert cold_starts.log == ["2 waits"]
 
 
 def test_cold_starts_learn_what_was_read_from_files_and_only_once() -> None:
