@@ -102,7 +102,8 @@ class WorkerGateway:
             control: Registration of ``pool.control.segment``, likewise.
             exchange: The device and streams that write the words that workers wait for.
             model: How long workers take for a job, by which teams are chosen.
-            widths: Values of A and B for each rank, by input group: see ``model``.
+            widths: Values of A and B for each rank, by input group, the mean of its targets: see
+                ``model``.
         """
         self._pool = pool
         self._rows = rows
