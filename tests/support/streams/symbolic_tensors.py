@@ -30,6 +30,9 @@ class SymbolicTensor:
     def data_ptr(self) -> int:
         return 0
 
+    def storage_offset(self) -> int:
+        return 0
+
     def view(self, *shape: Any) -> "SymbolicTensor":
         is_shape = all(isinstance(size, int) for size in shape)
         return SymbolicTensor(self.buffers, self.buffer_bytes, shape if is_shape else self.shape)
