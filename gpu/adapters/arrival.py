@@ -50,10 +50,10 @@ class Reading:
 class AdapterLoad(Protocol):
     """An adapter on its way from the host to the device."""
 
-    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
-        """Enqueue the copies of the adapter, or only of its first layers. Called once.
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
+        """Allocate memory; enqueue the first layers if ``is_gradual``, else none yet. Called once.
 
-        ``is_held``: enqueue none yet. ``runs``: the adapter's pages, if the device has pages.
+        ``runs``: the adapter's pages, if the device has pages.
         Called by the engine's thread, like all but ``read``, ``is_done`` and ``num_arrived``.
         """
 
@@ -125,8 +125,8 @@ class Copied:
         """The matrices at their device addresses, after ``start``."""
         return self._adapter
 
-    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
-        """Allocate memory and enqueue copies of what is on the host, or of the first layer group.
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
+        """Allocate memory, and enqueue the first layer group of a gradual load.
 
         Raises the error of a full device, with nothing enqueued. Copies that cannot be enqueued
         are reported by ``finish``.
@@ -141,12 +141,8 @@ class Copied:
         for group in self._groups:
             group.event = self._copier.device.event()
             group.memory = tuple(memories[run][first:end] for run, first, end in group.span.stretches)
-        if is_held:
-            return
         if is_gradual:
             self.advance()
-        else:
-            self.enqueue_all()
 
     def is_copying(self) -> bool:
         return any(group.is_enqueued and not self._is_copied(group) for group in self._groups)
@@ -346,7 +342,7 @@ class InPlace:
         self._host = host
         self._layout = layout
 
-    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         """Nothing is copied."""
 
     def is_copying(self) -> bool:

@@ -213,7 +213,7 @@ class AdapterLoader:
             return
         started = _Started(transfer, arrival, is_prefetch)
         try:
-            arrival.start(is_gradual=is_prefetch, is_held=not is_prefetch, runs=transfer.runs)
+            arrival.start(is_gradual=is_prefetch, runs=transfer.runs)
         except Exception as error:  # a full device fails one adapter, not the engine
             raise_if_lost(error)
             _LOG.exception("could not copy adapter %d; its load fails", transfer.adapter_id)

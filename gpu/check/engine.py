@@ -92,7 +92,7 @@ class ReadyLoad:
     def __init__(self, adapter: DeviceAdapter) -> None:
         self._adapter = adapter
 
-    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         """Nothing is copied."""
 
     def is_copying(self) -> bool:

@@ -54,7 +54,7 @@ class Arriving(Copied):
     def adapter(self) -> DeviceAdapter:
         return self._given
 
-    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         """Nothing is copied."""
 
     def is_copying(self) -> bool:

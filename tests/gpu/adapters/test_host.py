@@ -47,10 +47,16 @@ def device() -> Iterator[CpuDevice]:
     device.close(timeout_s=5)
 
 
+def start(arrival: AdapterLoad) -> None:
+    """Copy all of it at once, as the loader does when it is in turn."""
+    arrival.start(is_gradual=False)
+    arrival.enqueue_all()
+
+
 def take(host: Host, arrival: AdapterLoad, digest: str) -> DeviceAdapter:
     """Do the loader's work, but wait."""
     arrival.read(lambda: None, lambda: True)
-    arrival.start(is_gradual=False)
+    start(arrival)
     host.device.synchronize(timeout_s=30)
     assert arrival.is_done()
     try:
@@ -249,7 +255,7 @@ def test_an_unload_while_it_is_loading(files: Path, device: CpuDevice) -> None:
     check_deltas(host, adapter, files / "a")
     other = host.register(files / "b")
     cancelled = host.fetch(other.digest, files / "b")
-    cancelled.start(is_gradual=False)
+    start(cancelled)
     host.remove_content(other.digest)
     cancelled.cancel()
     host.end_load(other.digest, has_failed=True)
@@ -268,7 +274,7 @@ def test_a_copy_that_fails_fails_its_adapter(
     with monkeypatch.context() as patch:
         patch.setattr("corun.gpu.adapters.copier.unpack", fail)
         arrival = host.fetch(facts.digest, files / "a")
-        arrival.start(is_gradual=False)
+        start(arrival)
         deadline_s = time.monotonic() + 30
         while not arrival.is_done():
             assert time.monotonic() < deadline_s
@@ -297,7 +303,7 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_adapter(
     with monkeypatch.context() as patch:
         patch.setattr(AdapterCopier, "copy", refuse)
         arrival = host.fetch(facts.digest, files / "a")
-        arrival.start(is_gradual=False)
+        start(arrival)
     device.synchronize(timeout_s=30)
     assert arrival.is_done()
     with pytest.raises(AdapterUnavailableError, match=r"failed: no more copies"):
@@ -316,14 +322,14 @@ def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
     monkeypatch.setattr("corun.gpu.adapters.arrival._CANCEL_TIMEOUT_S", 0.01)
     link.is_open = False
     arrival = host.fetch(facts.digest, files / "a")
-    arrival.start(is_gradual=False)
+    start(arrival)
     arrival.cancel()
     assert num_references(host) == 1
     assert "its host memory stays in use" in caplog.text
     monkeypatch.undo()
     link.num_to_fail, link.is_open = 1, True
     second = host.fetch(facts.digest, files / "a")
-    second.start(is_gradual=False)
+    start(second)
     second.cancel()  # its copy has failed, which is only logged
     assert num_references(host) == 1
     del arrival, second

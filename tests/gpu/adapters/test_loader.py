@@ -34,8 +34,7 @@ class Arrival:
         self._fails_to_start = fails_to_start
         self._error = error
 
-    def start(self, *, is_gradual: bool, is_held: bool = False, runs: Sequence[range] = ()) -> None:
-        assert is_held is not is_gradual, "the loader decides when a demand load is copied"
+    def start(self, *, is_gradual: bool, runs: Sequence[range] = ()) -> None:
         self.starter = threading.current_thread()
         self.is_gradual = is_gradual
         self.runs = runs

@@ -209,6 +209,8 @@ class SymbolicEngine:
     def start(self, copied: Copied, *, is_gradual: bool = False, row: int = 0) -> None:
         """As the loader, and what the executor enters into its table."""
         copied.start(is_gradual=is_gradual)
+        if not is_gradual:
+            copied.enqueue_all()
         self.memory[row] = self.copier.newest_memory
 
     def finish(self, copied: Copied) -> None:
