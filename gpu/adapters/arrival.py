@@ -7,10 +7,11 @@ copied to one staging buffer on the device and unpacked from there. This costs d
 neither link bandwidth nor a second copy on the host.
 
 An adapter's files can be read while it is copied: a layer group is copied once its regions are
-whole. A pass that needs a group earlier waits for the files, for a limited time.
+whole. A pass that needs a layer earlier waits for the files, for a limited time.
 """
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ _CANCEL_TIMEOUT_S = 5.0
 # was already reported, and copies of other adapters are running.
 _FAILED = "copying it to the device failed"
 _FAILURE_TIMEOUT_S = 0.05
-# A pass starts when its layer groups are expected in time. A group that is later than this must not
+# A pass starts when its layers are expected in time. A layer that is later than this must not
 # delay the other rows of the pass.
 _READ_TIMEOUT_S = 0.25
 
@@ -115,7 +116,7 @@ class Copied:
         self._memories: tuple[torch.Tensor, ...] = ()  # of its runs, after ``start``
         self._adapter = DeviceAdapter({})
         self._error: Exception | None = None
-        self._is_late = False  # a pass continued without a layer group
+        self._is_late = False  # a pass continued without a layer
         offsets = (place.offset for place in host.places)
         self.groups = tuple(map(PlacedGroup, placement.keys, offsets, placement.shapes))
         """Where its matrices are in the arena; see ``coexec.ColdAdapter``."""
@@ -189,7 +190,7 @@ class Copied:
         return len(self._groups)
 
     def begin_pass(self) -> int:
-        """Called when a pass is about to use it; returns how many first layers workers may read."""
+        """Called when a pass is about to use it; returns how many first layers are on the host."""
         self._is_late = False
         if self._host.read_s is None:
             return len(self._placement.group_of_layer)
@@ -198,6 +199,10 @@ class Copied:
         if num_whole == len(self._host.places):
             return len(self._placement.group_of_layer)
         return self._host.places[num_whole].layer
+
+    def await_read(self, layer: int) -> None:
+        """See ``coexec.ArrivingAdapter``."""
+        self._await_regions(bisect_right(self._host.places, layer, key=lambda place: place.layer))
 
     def has_failed(self) -> bool:
         """Whether a layer group has failed; results computed with it are void."""
@@ -276,10 +281,14 @@ class Copied:
     def _enqueue_read(self, group: _LayerGroup) -> bool:
         """Enqueue a layer group once its files are read; False if they are late."""
         if not group.is_enqueued:
-            self._host.wait_whole(group.span.end, _READ_TIMEOUT_S)
-            self.enqueue_all()
+            self._await_regions(group.span.end)
         self._is_late |= not group.is_enqueued
         return group.is_enqueued
+
+    def _await_regions(self, num_regions: int) -> None:
+        """Wait until they are whole, and copy them. A pass that has been late waits no more."""
+        self._is_late = self._is_late or not self._host.wait_whole(num_regions, _READ_TIMEOUT_S)
+        self.enqueue_all()
 
     def _is_copied(self, group: _LayerGroup) -> bool:
         """Whether the stream has completed its copies."""

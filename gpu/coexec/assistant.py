@@ -1,8 +1,10 @@
 """Prepares and completes passes of cold rows: assigns deltas to workers or the device."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -26,13 +28,16 @@ class ArrivingAdapter(ColdAdapter, Protocol):
     """An adapter on its way to the device."""
 
     def begin_pass(self) -> int:
-        """Called when a pass is about to use it; returns how many first layers workers may read."""
+        """Called when a pass is about to use it; returns how many first layers are on the host."""
+
+    def await_read(self, layer: int) -> None:
+        """Wait for files, for a limited time, until workers may read a layer."""
 
     def arrival(self, layer: int) -> Arrival | None:
         """What the layer's deltas on the device wait for; None if the layer has arrived."""
 
     def has_failed(self) -> bool:
-        """Whether a layer group failed or was late; results computed with it are void."""
+        """Whether a layer failed or was late; results computed with it are void."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +111,9 @@ class Assistant:
         """Publish the workers' jobs and plan the device's part.
 
         Raises ``ShmError`` if workers that the plan relies on are not available; then no part of
-        the pass may be computed. Layers with files that are not read yet are computed by the
-        device, regardless of the plan.
+        the pass may be computed.
         """
-        rows = [_within_reach(row) for row in rows]
+        reads = _reads(rows)
         invocations = self._invoke(rows)
         batches: list[LoraBatch | None] = []
         arrivals: list[tuple[Arrival, ...]] = []
@@ -119,7 +123,7 @@ class Assistant:
             batches += [_batch(rows, first_layer, device)] * (end_layer - first_layer)
             arrivals += [_arrivals(rows, layer) for layer in range(first_layer, end_layer)]
             first_layer = end_layer
-        plan = ColdPlan(invocations, tuple(batches), tuple(arrivals))
+        plan = ColdPlan(invocations, tuple(batches), tuple(arrivals), reads)
         deltas = ColdDeltas(self.handover, self._backend, plan)
         cold_spans = frozenset((row.start, row.end) for row in rows if row.arriving is not None)
         return AssistedPass(deltas, self.handover.exchange, self._gateway, invocations, cold_spans)
@@ -144,12 +148,14 @@ def _batch(rows: Sequence[ColdRow], layer: int, device: torch.device) -> LoraBat
     return lora_batch(table_rows, [row.max_rank for row in rows], starts, device)
 
 
-def _within_reach(row: ColdRow) -> ColdRow:
-    """Limit a split to regions that are whole."""
-    if row.arriving is None:
-        return row
-    num_layers = row.arriving.begin_pass()
-    return row if row.split_layer <= num_layers else replace(row, split_layer=num_layers)
+def _reads(rows: Sequence[ColdRow]) -> dict[int, list[Callable[[], None]]]:
+    """Begin the pass; by layer what its workers wait for: files that are not read yet."""
+    reads = defaultdict[int, list[Callable[[], None]]](list)
+    for row in rows:
+        if row.arriving is not None:
+            for layer in range(row.arriving.begin_pass(), row.split_layer):
+                reads[layer].append(partial(row.arriving.await_read, layer))
+    return reads
 
 
 def _arrivals(rows: Sequence[ColdRow], layer: int) -> tuple[Arrival, ...]:

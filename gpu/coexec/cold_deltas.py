@@ -1,16 +1,16 @@
 """Deltas of a pass with cold rows: below a row's split layer from CPU workers, else on the device.
 
 Per (layer, input group): copy x out and signal before the base products, wait and add after them.
-Nothing here waits for the host: streams, events and words define the order, so on CUDA all of it is
-enqueued ahead (``handover``). On the CPU, where the calling thread is the compute stream, the same
-calls take effect one after the other (``host_handover``).
+The host waits only for files that are still being read: streams, events and words define the
+order, so on CUDA all of it is enqueued ahead (``handover``). On the CPU, where the calling thread is
+the compute stream, the same calls take effect one after the other (``host_handover``).
 
 Source: Toppings, section 4.2 (invocation without synchronisation), with stream operations in place
 of a fused kernel.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -41,12 +41,14 @@ class ColdPlan:
     """The sources of a pass's deltas.
 
     ``batches`` and ``arrivals`` have one entry per layer: the rows with deltas that the device
-    computes there, and the running loads that they need.
+    computes there, and the running loads that they need. ``reads``, by layer, wait until workers can
+    read its matrices; they are called before x is sent.
     """
 
     invocations: Mapping[GroupKey, tuple[Invocation, ...]]
     batches: tuple[LoraBatch | None, ...]
     arrivals: tuple[tuple[Arrival, ...], ...]
+    reads: Mapping[int, Sequence[Callable[[], None]]] = field(default_factory=dict)
 
 
 class ColdDeltas:
@@ -78,6 +80,8 @@ class ColdDeltas:
         if key <= self._last_key:
             raise ModelError(f"the model calls input group {key} after {self._last_key}")
         self._last_key = key
+        for await_read in self._plan.reads.get(key[0], ()):
+            await_read()
         self._handover.begin()
         for invocation in invocations:
             self._handover.send(invocation, x)
@@ -124,10 +128,7 @@ class ColdDeltas:
                     exchange.device.signal(exchange.transfer, invocation.ready, invocation.sequence)
 
     def _await_layer(self, layer: int) -> None:
-        """Hold the compute stream until the adapters' layer groups are there.
-
-        The host waits only for files that are still being read.
-        """
+        """Hold the compute stream until the adapters' layer groups are there."""
         if self._has_arrived[layer]:
             return
         for arrival in self._plan.arrivals[layer]:

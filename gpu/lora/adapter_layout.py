@@ -124,8 +124,7 @@ class AdapterLayout:
         places: dict[str, WriteMatrix],
         makers: dict[str, FactorMaker],
     ) -> None:
-        """Write a region's header, and add its ``places`` and ``makers``; see ``RegionWriter``."""
-        write_header(plan.region, part.numpy().data)
+        """Add the ``places`` and ``makers`` of a region; see ``RegionWriter``."""
         self._places_of(plan, part, places)
         self._row_places_of(plan, part, places)
         self._makers_of(plan, part, makers)
@@ -261,7 +260,10 @@ class RegionWriter:
     def __init__(
         self, layout: AdapterLayout, plans: Sequence[GroupPlan], parts: Sequence[torch.Tensor]
     ) -> None:
-        """See ``AdapterLayout.writer``. A region is prepared with its first tensor."""
+        """See ``AdapterLayout.writer``. A region is prepared with its first tensor.
+
+        Headers are written at once, because workers read them while they wait for values.
+        """
         self._layout = layout
         self._regions = list(zip(plans, parts, strict=True))
         self._region_of = {
@@ -270,6 +272,7 @@ class RegionWriter:
         self._places: dict[str, WriteMatrix] = {}  # by tensor name what writes the bits of its matrix
         self._makers: dict[str, FactorMaker] = {}  # by the names of all tensors of targets with factors
         for plan, part in self._regions:
+            write_header(plan.region, part.numpy().data)
             if not plan.tensor_names:
                 layout.prepare(plan, part, self._places, self._makers)
 

@@ -25,6 +25,7 @@ class LayerTimes:
     ready_s: tuple[float, ...]  # from the chunk's start until its group is there; 0 = is there
     # From the chunk's start until other rows of the step no longer hold the layer.
     held_s: tuple[float, ...]
+    read_s: tuple[float, ...]  # from the chunk's start until workers can read it on the host
 
     @property
     def num_layers(self) -> int:
@@ -34,7 +35,12 @@ class LayerTimes:
         """Return the times of a step that begins ``time_s`` later."""
         if not time_s:
             return self
-        return replace(self, ready_s=_from(time_s, self.ready_s), held_s=_from(time_s, self.held_s))
+        return replace(
+            self,
+            ready_s=_from(time_s, self.ready_s),
+            held_s=_from(time_s, self.held_s),
+            read_s=_from(time_s, self.read_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,8 @@ class ColdPart:
     num_tokens: int
     adapter: AdapterShape
     split_layer: int
-    ready_s: tuple[float, ...]  # by layer, as in ``ColdRequest``
+    # By layer: seconds until it is on the host, for workers, or from the split on the device.
+    ready_s: tuple[float, ...]
     start_position: int = 0  # of its first token
 
 
@@ -98,13 +105,6 @@ class ColdRequest:
     # By layer, if its files are being read: seconds until it is on the host; 0 = is there.
     read_s: tuple[float, ...] | None = None
 
-    @property
-    def num_layers_on_host(self) -> int:
-        """Layers on the host, from the first on, which workers can compute."""
-        times_s = self.read_s or ()
-        unread = (layer for layer, time_s in enumerate(times_s) if time_s > 0.0)
-        return next(unread, len(self.ready_s))
-
     def cost_s(self, first_token_s: float, stall_s: float) -> float:
         """Return the weighted sum of its first token's time and the delays of all others."""
         return max(self.priority, _LEAST_PRIORITY) * first_token_s + self.num_running * stall_s
@@ -121,8 +121,8 @@ def layer_times(
 ) -> LayerTimes:
     """Return the time of each layer of a step with one chunk, with and without workers.
 
-    ``request.ready_s`` counts from the start of the step, the times from the end of its separate
-    pass. Without workers the assisted times are infinite.
+    The request's times count from the start of the step, those returned from the end of its
+    separate pass. Without workers the assisted times are infinite.
     """
     all_tokens = num_tokens + co_scheduled.num_forward_tokens
     own = ColdPart(num_tokens, request.adapter, 0, (), request.start_position)
@@ -153,13 +153,13 @@ def layer_times(
         device.append(device_s)
     held_s = [0.0] * model.num_layers
     for part in co_scheduled.cold:
-        ready_s = part.ready_s[part.split_layer :]
-        held_s[part.split_layer :] = map(max, held_s[part.split_layer :], ready_s)
+        held_s = list(map(max, held_s, part.ready_s))
     return LayerTimes(
         tuple(assisted),
         tuple(device),
         _from(co_scheduled.separate_s, request.ready_s),
         _from(co_scheduled.separate_s, held_s),
+        _from(co_scheduled.separate_s, request.read_s or (0.0,) * model.num_layers),
     )
 
 

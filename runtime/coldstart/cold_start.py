@@ -302,11 +302,13 @@ class PlannedColdStarts(ColdStarts):
         for request, chunk in rows.cold_chunks:
             load = self.transfers.load_of(request.adapter_id)
             assert load is not None, request.request_id
-            arrival_s = () if now_s is None else self._ready_s(load, now_s)
+            split_layer = chunk.split_layer
+            arrival_s: tuple[float, ...] = ()
+            if now_s is not None:
+                read_s = self._read_s(load, now_s) or (0.0,) * split_layer
+                arrival_s = read_s[:split_layer] + self._ready_s(load, now_s)[split_layer:]
             parts.append(
-                ColdPart(
-                    chunk.num_tokens, _shape(load), chunk.split_layer, arrival_s, request.num_computed_tokens
-                )
+                ColdPart(chunk.num_tokens, _shape(load), split_layer, arrival_s, request.num_computed_tokens)
             )
         return co_scheduled_rows(self._planner.model, rows, parts)
 

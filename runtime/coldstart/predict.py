@@ -26,17 +26,15 @@ class Split:
     end_s: float  # from the chunk's start until its last layer is done
 
 
-def choose_split(times: LayerTimes, max_layer: int | None = None) -> Split:
+def choose_split(times: LayerTimes) -> Split:
     """Return the split that ends first; among equals the one with fewest layers for workers.
 
-    ``max_layer``: the highest possible split, if the host has no matrices from that layer on.
-
-    O(layers). A chunk with a split at S computes its layers in order, and each layer from S on not
-    before its group is there. No layer starts before other rows release it.
+    O(layers). A chunk with a split at S computes its layers in order: each layer below S not before
+    the host has it, and from S on not before its group is there. No layer starts before other rows
+    release it.
     """
     ends_s = _ends_s(times)
-    highest = times.num_layers if max_layer is None else min(max_layer, times.num_layers)
-    layer = min(range(highest + 1), key=ends_s.__getitem__)
+    layer = min(range(times.num_layers + 1), key=ends_s.__getitem__)
     return Split(layer, ends_s[layer])
 
 
@@ -50,8 +48,8 @@ def _ends_s(times: LayerTimes) -> list[float]:
     num_layers = times.num_layers
     before_s = 0.0
     assisted_before = [before_s]
-    for seconds, held_s in zip(times.assisted_s, times.held_s, strict=True):
-        before_s = max(before_s, held_s) + seconds
+    for seconds, held_s, read_s in zip(times.assisted_s, times.held_s, times.read_s, strict=True):
+        before_s = max(before_s, held_s, read_s) + seconds
         assisted_before.append(before_s)
     ends_s = [before_s] * (num_layers + 1)
     behind_s = 0.0  # device time of layers from S on
@@ -191,10 +189,7 @@ class StepForecast:
         if begin_s >= max(self._request.ready_s, default=0.0) and not self._has_cold:
             return PlannedStep(0, self._loaded_s, self._loaded_s, self._loaded_s)
         times = self._times.after(begin_s)
-        if self._is_assisted:
-            split = choose_split(times, self._request.after(begin_s).num_layers_on_host)
-        else:
-            split = Split(0, end_of(times, 0))
+        split = choose_split(times) if self._is_assisted else Split(0, end_of(times, 0))
         return PlannedStep(split.layer, self._separate_s + split.end_s, self._warm_s, self._loaded_s)
 
 

@@ -52,7 +52,8 @@ class WaitingRow:
 
     row: int  # in its sub-batch
     facts: AdapterFacts
-    arrival_s: Sequence[float]  # of each layer group, from the step's start
+    on_host_s: Sequence[float]  # when each layer group is on the host, from the step's start
+    arrival_s: Sequence[float]  # and on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ def step_s(model: MachineModel, passes: Sequence[Pass]) -> float:
         num_tokens=first.num_tokens,
         adapter=first.adapter,
         ready_s=first.ready_s,
+        read_s=first.ready_s,  # of the layers below its split
         max_chunk_tokens=first.num_tokens,
         start_position=first.start_position,
         num_workers=model.num_workers,
@@ -108,12 +110,16 @@ def _part(batch: SubBatch, waiting: WaitingRow) -> ColdPart:
     """A waiting row in the planner's form."""
     row, layers = waiting.row, waiting.facts.layers
     assert layers is not None
-    by_group = [max(0.0, time_s) for time_s in waiting.arrival_s]
+    split_layer = batch.split_layers[row]
+    on_host_s, arrival_s = (
+        by_layer(layers.group_of_layer, [max(0.0, time_s) for time_s in times_s])
+        for times_s in (waiting.on_host_s, waiting.arrival_s)
+    )
     return ColdPart(
         batch.num_tokens[row],
         AdapterShape(waiting.facts.num_bytes, layers.rank_sums),
-        batch.split_layers[row],
-        by_layer(layers.group_of_layer, by_group),
+        split_layer,
+        on_host_s[:split_layer] + arrival_s[split_layer:],
         batch.start_positions[row],
     )
 
@@ -347,9 +353,11 @@ class LatencyExecutor:
             adapter_id = self._known[batch.request_ids[row]].adapter_id
             if adapter_id == BASE_ADAPTER:
                 continue
-            arrival_s = [time_s - start_s for time_s in self._loads.arrival_s(adapter_id)]
+            on_host_s, arrival_s = (
+                [time_s - start_s for time_s in times_s] for times_s in self._loads.times_s(adapter_id)
+            )
             if split_layer or arrival_s[-1] > 0.0:
-                rows.append(WaitingRow(row, self._facts_of(adapter_id), arrival_s))
+                rows.append(WaitingRow(row, self._facts_of(adapter_id), on_host_s, arrival_s))
         return rows
 
     def _end_step(self, now_s: float) -> None:

@@ -7,7 +7,7 @@ the link with the first adapter in turn; those to the host have its other direct
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...profiles.link import PREFETCH, Direction, LinkStats, SharedLane
 from ...profiles.models import LinkModel
@@ -29,8 +29,12 @@ class _Load:
     group_bytes: tuple[int, ...]
     is_demand: bool
     num_arrived: int = 0  # groups on the device
-    num_on_host: int = 0  # groups in the host's memory
+    on_host_s: list[float] = field(default_factory=list)  # when groups got to the host's memory
     read_s: float = 0.0  # spent on reading these groups
+
+    @property
+    def num_on_host(self) -> int:
+        return len(self.on_host_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,8 @@ class SimulatedLoads:
         self._order: list[TransferId] = []  # of loads that requests wait for
         self._copies: dict[TransferId, KvTransfer] = {}
         self._reading: _Reading | None = None
-        # The newest completed load of each adapter.
-        self._ended_s: dict[AdapterId, tuple[float, ...]] = {}
+        # The newest completed load of each adapter, as ``times_s``.
+        self._ended_s: dict[AdapterId, tuple[Sequence[float], Sequence[float]]] = {}
         # (time, transfer, part) of arrivals over the link, the next one last.
         self._arrivals: list[tuple[float, TransferId, int]] = []
 
@@ -65,7 +69,7 @@ class SimulatedLoads:
         self._give_turns(now_s)  # it may be before others
         self._num_bytes[Direction.TO_DEVICE] += sum(group_bytes)
         if transfer.host is None or transfer.host.is_filled:
-            load.num_on_host = len(group_bytes)
+            load.on_host_s = [now_s] * len(group_bytes)
             self._copy(load, group_bytes, now_s)
         elif self._reading is None:
             self._read_next(now_s)
@@ -116,7 +120,7 @@ class SimulatedLoads:
         load.num_arrived = group + 1
         if load.num_arrived < len(load.group_bytes):
             return TransferProgress(transfer_id, load.num_arrived)
-        self._ended_s[load.transfer.adapter_id] = self._arrival_s(load)
+        self._ended_s[load.transfer.adapter_id] = load.on_host_s, self._arrival_s(load)
         self._lanes[Direction.TO_DEVICE].remove(transfer_id, now_s)
         del self._loads[transfer_id]
         if load.is_demand:
@@ -124,14 +128,14 @@ class SimulatedLoads:
             self._give_turns(now_s)
         return TransferResult(transfer_id)
 
-    def arrival_s(self, adapter_id: AdapterId) -> tuple[float, ...]:
-        """When each layer group of the newest load is, or was, on the device.
+    def times_s(self, adapter_id: AdapterId) -> tuple[Sequence[float], Sequence[float]]:
+        """When each layer group of the newest load is, or was, on the host and on the device.
 
         An estimate: transfers that begin later may delay it.
         """
         for load in self._loads.values():
             if load.transfer.adapter_id == adapter_id:
-                return self._arrival_s(load)
+                return [*load.on_host_s, *self._read_ends_s(load)], self._arrival_s(load)
         return self._ended_s[adapter_id]
 
     def stats(self, direction: Direction, now_s: float) -> LinkStats:
@@ -210,7 +214,7 @@ class SimulatedLoads:
     def _end_reading(self, reading: _Reading) -> TransferRead:
         load, now_s = reading.load, reading.end_s
         group = load.num_on_host
-        load.num_on_host += 1
+        load.on_host_s.append(now_s)
         load.read_s += now_s - reading.begin_s
         self._copy(load, (load.group_bytes[group],), now_s)
         self._read_next(now_s)

@@ -1,14 +1,18 @@
 """Cold requests for adapters that are first read from files, layer by layer."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from corun.gpu.adapters.store import HostAdapter
+from corun.gpu.coexec.invocation import Invocation
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.errors import AdapterFailedError
 from corun.runtime.memory.adapter_cache import AdapterState
@@ -45,6 +49,33 @@ class Files:
         self.engine.cool(NAME)
         self.engine.empty_host()
         assert self.engine.arena.taken_bytes == 0
+        np.frombuffer(self.engine.arena.segment.buffer, np.uint8).fill(0xFF)  # NaN, and no header
+
+    @contextmanager
+    def read_when_awaited(self, on_x: Callable[[int], None] = lambda layer: None) -> Iterator[list[int]]:
+        """Have only the first layer read, and each other one when a pass waits for it.
+
+        Yields the number of tensors that were read when the workers got x of each layer. ``on_x`` is
+        called with each of these layers.
+        """
+        gate, read_at_x, wait_whole = self.gate, list[int](), HostAdapter.wait_whole
+        num_before = gate.num_taken
+
+        def let_and_wait(host: HostAdapter, num_regions: int, timeout_s: float) -> bool:
+            if host.num_whole < num_regions:
+                gate.let(TENSORS_OF_A_LAYER)
+            return wait_whole(host, num_regions, timeout_s)
+
+        def sent(invocation: Invocation) -> None:
+            layer = invocation.key[0]
+            if layer == len(read_at_x):
+                read_at_x.append(gate.num_taken - num_before)
+                on_x(layer)
+
+        gate.close()
+        gate.let(TENSORS_OF_A_LAYER)
+        with mock.patch.object(HostAdapter, "wait_whole", let_and_wait), self.engine.watched_sends(sent):
+            yield read_at_x
 
     def first_layer_is_there(self) -> bool:
         return self.engine.num_groups_arrived(NAME) >= 1
@@ -217,6 +248,38 @@ def check_first(case: ParityCase, answers: list[Answer]) -> None:
     check(case, [replace(one, adapter=NAME if one.adapter == FIRST else one.adapter) for one in answers])
 
 
+def workers_at_once(files: Files, name: str) -> Any:
+    """Start when the first layer is on the device, with workers in all layers; without them again."""
+
+    def chunk(request: Request, max_tokens: int) -> ColdChunk | None:
+        if not files.engine.num_groups_arrived(name):
+            return None
+        if request.retried_positions:
+            files.gate.open()
+        return ColdChunk(max_tokens, 0 if request.retried_positions else NUM_LAYERS)
+
+    return files.engine.chunks(chunk)
+
+
+READ_IN_TIME = [TENSORS_OF_A_LAYER * (layer + 1) for layer in range(NUM_LAYERS)]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_workers_get_layers_that_are_read_after_the_pass_began(
+    files: Files, case: ParityCase, is_first: bool, request: pytest.FixtureRequest
+) -> None:
+    if is_first:
+        files.engine.register_unread(FIRST, request.getfixturevalue("first"))
+    engine, name = files.engine, FIRST if is_first else NAME
+    num_retried = engine.core.stats().num_retried_rows
+    with workers_at_once(files, name), files.read_when_awaited() as read_at_x:
+        engine.ask(name, prompts(1, seed=60)[0])
+        answers = engine.run()
+    assert read_at_x == READ_IN_TIME
+    assert engine.core.stats().num_retried_rows == num_retried
+    check_first(case, answers)
+
+
 @pytest.mark.parametrize("split_layer", [0, NUM_LAYERS])
 def test_a_first_use_begins_before_the_second_layer_is_read(
     files: Files, first: Path, case: ParityCase, split_layer: int
@@ -260,23 +323,18 @@ def test_a_first_use_of_files_that_are_damaged_half_way(
     if not is_cut:
         edit_tensors(first, **{last: lambda tensor: torch.full_like(tensor, torch.nan)})
     engine.register_unread(FIRST, first)
-    files.gate.close()
-    files.gate.let(TENSORS_OF_A_LAYER)
     reason = "changed while it was read" if is_cut else "not finite"
 
-    def chunk(request: Request, max_tokens: int) -> ColdChunk | None:
-        if not engine.num_groups_arrived(FIRST):
-            return None
-        if is_cut:
+    def cut(layer: int) -> None:
+        if is_cut and layer == 0:
             (first / WEIGHTS).write_bytes((first / WEIGHTS).read_bytes()[:-2])
-        files.gate.open()
-        return ColdChunk(max_tokens, NUM_LAYERS)
 
-    with engine.chunks(chunk):
+    with workers_at_once(files, FIRST), files.read_when_awaited(cut) as read_at_x:
         asked = engine.ask(FIRST, prompts(1, seed=52)[0])
         engine.run_until(lambda: asked.finish_reason is not None)
         other = engine.ask(None, prompts(1, seed=53)[0])
         engine.run()
+    assert read_at_x[: NUM_LAYERS - 1] == READ_IN_TIME[:-1], "the pass began before"
     assert asked.finish_reason == "error" and not asked.token_ids
     assert asked.error is not None and reason in asked.error
     check(case, [other])
@@ -291,24 +349,21 @@ def test_a_first_use_of_files_that_are_damaged_half_way(
 
 
 def test_a_worker_that_dies_during_a_first_use(files: Files, first: Path, case: ParityCase) -> None:
-    engine = files.engine
+    """It dies while the pass waits for the next layer to be read."""
+    engine, killed = files.engine, list[int]()
     engine.wait_workers()
     engine.register_unread(FIRST, first)
-    files.gate.close()
-    files.gate.let(TENSORS_OF_A_LAYER)
 
-    def chunk(request: Request, max_tokens: int) -> ColdChunk | None:
-        if not engine.num_groups_arrived(FIRST):
-            return None
-        if not request.retried_positions:
+    def kill(layer: int) -> None:
+        if layer == 1:
             for process in workers():
                 process.kill()
-        files.gate.open()
-        return ColdChunk(max_tokens, 0 if request.retried_positions else NUM_LAYERS)
+                killed.append(process.pid)
 
-    with engine.chunks(chunk):
+    with workers_at_once(files, FIRST), files.read_when_awaited(kill):
         engine.ask(FIRST, prompts(1, seed=54)[0])
         answers = engine.run()
+    assert killed
     check_first(case, answers)
     engine.wait_workers()
 

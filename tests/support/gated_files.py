@@ -29,6 +29,8 @@ class FileGate:
         self._passes = threading.Semaphore(0)
 
     def close(self) -> None:
+        while self._passes.acquire(blocking=False):
+            pass
         self._is_open = False
 
     def open(self) -> None:

@@ -98,7 +98,7 @@ def unloaded_while_loading(engine: SymbolicEngine) -> None:
 
 
 def read_in_a_pass(engine: SymbolicEngine) -> None:
-    """Workers get the available layer, regardless of the plan; the device waits for the rest."""
+    """Only the first layer is available; workers and copies get the others as they are read."""
     copied = engine.fetch("a", num_whole=engine.shape.num_groups)
     engine.start(copied)
     engine.run(engine.shape.num_layers, copied)
@@ -210,8 +210,16 @@ CARELESS: dict[Life, set[Kind]] = {finished_early: {_USED}, evicted_early: {_USE
 MISTAKES: dict[str, tuple[type, str, object, Life, set[Kind]]] = {
     "an end is not waited for": (Copied, "cancel", _let_go_at_once, cancelled, {_USED, _TAKEN}),
     "readers are not": (AdapterCopier, "await_readers", _nothing, replaced_after_a_chunk, {_USED}),
-    "a part is copied": (Copied, "_may_enqueue", _does_not_look, read_in_a_pass, {Kind.UNWRITTEN}),
+    "a part is copied": (
+        Copied,
+        "_may_enqueue",
+        _does_not_look,
+        read_in_a_pass,
+        {Kind.UNWRITTEN, Kind.UNORDERED},
+    ),
     "workers read a part": (Copied, "begin_pass", lambda self: 99, read_in_a_pass, {Kind.UNWRITTEN}),
+    "workers do not wait": (Copied, "await_read", _nothing, read_in_a_pass, {Kind.UNWRITTEN}),
+    "they wait for less": (Copied, "await_read", Copied._await_regions, read_in_a_pass, {Kind.UNWRITTEN}),
     "the reference is kept": (Copied, "_release_host", _give_only_events_back, gradual, {_KEPT}),
     "events are kept": (Copied, "_release_host", _give_only_the_reference_back, gradual, {_KEPT}),
 }

@@ -49,6 +49,9 @@ class Cold:
     def begin_pass(self) -> int:
         return len(self.places)
 
+    def await_read(self, layer: int) -> None:
+        raise AssertionError("all layers are on the host")
+
     def arrival(self, layer: int) -> Arrival | None:
         raise AssertionError("all layers are the workers'")
 

@@ -5,11 +5,11 @@ from corun.cpu_workers.teams import JobModel
 from corun.profiles.curve import Curve
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
-from corun.runtime.coldstart.cold import EMPTY, AdapterShape, ColdRequest
+from corun.runtime.coldstart.cold import EMPTY, AdapterShape, ColdRequest, layer_times
 from corun.runtime.coldstart.cold_start import PlannedColdStarts
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
 from corun.runtime.coldstart.predict import StepForecast, predict
-from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.coldstart.strategy import Decision, LoadStrategy
 from corun.runtime.plan import AdapterId, RequestId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
@@ -98,26 +98,52 @@ def test_others_are_held_up_by_no_more_than_their_share() -> None:
     assert start.chunk(0.4) is not None
 
 
-def test_workers_compute_only_what_is_on_the_host() -> None:
-    """The link is slow, so workers help. The step begins when all layers are on the host."""
+def test_workers_begin_while_the_last_layer_is_read_and_no_sooner_than_is_of_use() -> None:
+    """The link is slow, so workers help."""
     start = Start(link_bytes_per_s=1e7)
     assert start.strategy is LoadStrategy.ASSISTED
+    for num_groups, now_s in ((1, 0.1), (2, 0.2)):
+        start.read(num_groups, now_s)
+        assert start.chunk(now_s) is None, "it would end when the last layer is there anyway"
     start.read(3, 0.3)
-    assert start.chunk(0.3) is None
-    start.read(4, 0.4)
-    chunk = start.chunk(0.4)
+    chunk = start.chunk(0.3)
     assert chunk is not None
     assert chunk.split_layer == LAYERS
 
 
 @pytest.mark.parametrize("num_read", range(LAYERS + 1))
-def test_a_split_is_no_higher_than_what_was_read(num_read: int) -> None:
+def test_workers_wait_for_what_was_not_read(num_read: int) -> None:
     read_s = tuple(0.0 if layer < num_read else 1.0 for layer in range(LAYERS))
-    cold = ColdRequest(32, SHAPE, (9.0,) * LAYERS, 512, 512, 1, read_s=read_s)
-    step = StepForecast(model(1.0), cold, 32, EMPTY, LoadStrategy.ASSISTED).at(0.0)
-    assert step.split_layer <= num_read == cold.num_layers_on_host
-    assert cold.after(1.0).num_layers_on_host == LAYERS
+    cold = ColdRequest(32, SHAPE, (9.0,) * LAYERS, 512, num_workers=1, read_s=read_s)
+    forecast = StepForecast(model(1.0), cold, 32, EMPTY, LoadStrategy.ASSISTED)
+    in_time_s, step = forecast.at(1.0).end_s, forecast.at(0.0)
+    assert step.split_layer == LAYERS
+    late_s = (1.0 + (LAYERS - num_read) / LAYERS * in_time_s) if num_read < LAYERS else in_time_s
+    assert step.end_s == pytest.approx(late_s)
+    assert cold.after(0.25).read_s == tuple(0.75 * time_s for time_s in read_s)
     assert cold.after(8.0).ready_s == (1.0,) * LAYERS
+
+
+@pytest.mark.parametrize("split_layer", range(LAYERS + 1))
+def test_rows_wait_for_the_reads_and_loads_of_other_cold_rows(
+    split_layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the split for its files, which workers need, and from there on for the link."""
+    start, asked = Start(link_bytes_per_s=1e7), list[ColdRequest]()
+    decide = Planner.decide
+
+    def noted(planner: Planner, cold: ColdRequest) -> Decision:
+        asked.append(cold)
+        return decide(planner, cold)
+
+    monkeypatch.setattr(Planner, "decide", noted)
+    other = make_request(2, prompt=32, adapter_id=ADAPTER, adapter=start.request.adapter)
+    rows = StepRows(64, False, cold_chunks=[(start.request, ColdChunk(8, split_layer))])
+    assert start.cold_starts.may_start(other, 0, rows, 0.0)
+    (cold,) = asked
+    assert cold.read_s is not None
+    expected_s = cold.read_s[:split_layer] + cold.ready_s[split_layer:]
+    assert layer_times(start.planner.model, cold, 8, cold.co_scheduled).held_s == expected_s
 
 
 def test_a_start_as_files_are_read_is_predicted_to_hold_nobody_up() -> None:

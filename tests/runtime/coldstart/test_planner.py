@@ -204,7 +204,7 @@ def test_workers_that_compute_beside_the_device_slow_it_down() -> None:
 def test_a_pass_with_workers_is_prepared_and_settled_once() -> None:
     model = replace(_model(), assisted_pass_s=0.008)
     request = _cold(load_s=9.0)
-    other = ColdPart(8, request.adapter, _LAYERS, request.ready_s)
+    other = ColdPart(8, request.adapter, _LAYERS, (0.0,) * _LAYERS)
     for cold in ((), (other,)):
         step = [
             StepForecast(one, request, 8, CoScheduledRows(cold=cold), LoadStrategy.ASSISTED).at(0.0).end_s
@@ -220,7 +220,7 @@ def test_a_pass_with_workers_is_prepared_and_settled_once() -> None:
 def test_the_deltas_of_several_rows_queue_at_the_workers() -> None:
     model = _model(delta_s_per_token=0.001)
     request = _cold(load_s=9.0)
-    other = ColdPart(8, request.adapter, _LAYERS, request.ready_s)
+    other = ColdPart(8, request.adapter, _LAYERS, (0.0,) * _LAYERS)
     wait_s = [
         StepForecast(model, request, 8, CoScheduledRows(cold=cold), LoadStrategy.ASSISTED).at(0.0).wait_s
         for cold in ((), (other,), (other, other))

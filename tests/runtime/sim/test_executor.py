@@ -167,11 +167,12 @@ def test_a_prefetch_of_kv_gives_way_until_a_request_waits_for_it() -> None:
     assert driven.results() == [(2.0, stepped(3)), (4.5, arrived(1)), (4.5, arrived(2))]
 
 
-def test_files_are_read_one_after_the_other_and_prefetches_give_way() -> None:
-    def from_files(number: int, *, is_demand: bool) -> AdapterTransfer:
-        place = HostPlace(HostPlaceId(number), ((0, 4096), (4096, 4096)), is_filled=False)
-        return replace(load(number, is_demand=is_demand), host=place)
+def from_files(number: int, *, is_demand: bool = True) -> AdapterTransfer:
+    place = HostPlace(HostPlaceId(number), ((0, 4096), (4096, 4096)), is_filled=False)
+    return replace(load(number, is_demand=is_demand), host=place)
 
+
+def test_files_are_read_one_after_the_other_and_prefetches_give_way() -> None:
     driven = DrivenExecutor()
     driven.submit(transfers=(from_files(1, is_demand=False),))
     driven.results(1.0)
@@ -195,23 +196,28 @@ def test_files_are_read_one_after_the_other_and_prefetches_give_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split_layer", "end_s"),
+    ("split_layer", "end_s", "end_from_files_s"),
     [
-        # Layers wait for their groups, which come at 1 and 2 s: 1 + 2, then 2.
-        (0, 5.0),
+        # Layers wait for their groups, which come at 1 and 2 s: 1 + 2, then 2. Files are read in 2 s
+        # each, so that groups come at 3 and 5 s.
+        (0, 5.0, 7.0),
         # The first one's deltas take 4 s on a core, of which 0.4 s hide under the base products,
         # and 0.25 s to exchange.
-        (1, 2.0 + 0.25 + 3.6 + 2.0),
-        (2, 2 * (2.0 + 0.25 + 3.6)),
+        (1, 2.0 + 0.25 + 3.6 + 2.0, 2.0 + 5.85 + 2.0),
+        (2, 2 * (2.0 + 0.25 + 3.6), 2.0 + 2 * 5.85),
     ],
 )
-def test_an_assisted_row_takes_what_the_planner_says(split_layer: int, end_s: float) -> None:
+@pytest.mark.parametrize("is_from_files", [False, True])
+def test_an_assisted_row_takes_what_the_planner_says(
+    split_layer: int, end_s: float, end_from_files_s: float, is_from_files: bool
+) -> None:
     driven = DrivenExecutor(NO_LATENCY)
+    transfer = from_files(1) if is_from_files else load(1)
     driven.submit(
-        row(1, 0, 4, split_layer=split_layer), new=(request(1, 4, adapter=1),), transfers=(load(1),)
+        row(1, 0, 4, split_layer=split_layer), new=(request(1, 4, adapter=1),), transfers=(transfer,)
     )
     ((ended_s, result),) = [told for told in driven.results() if isinstance(told[1], StepResult)]
-    assert ended_s == pytest.approx(end_s)
+    assert ended_s == pytest.approx(end_from_files_s if is_from_files else end_s)
     assert result == stepped(1, (1, ORDINARY_TOKEN))
 
 
