@@ -150,19 +150,36 @@ def test_a_load_whose_request_waits_for_all_of_it_goes_first(loads: Loads) -> No
         return tuple(ids.index(one) + 1 for one in loads.table.take_order())
 
     assert cold_starts.may_start(first, 0, _rows(), 0.0)
+    cold_starts.waits(first)  # for the next step: it has a decision
     cold_starts.waits(second)
     assert order(1) == (2, 1)
-    first.retried_positions[0] += 1
-    assert not cold_starts.may_start(first, 0, _rows(), 0.0)
+    first.retried_positions[0] += 2
+    assert cold_starts.next_chunk(first, 32, 0, _rows(), 0.0) is None
     assert cold_starts.may_start(second, 0, _rows(), 0.0)
     assert order(2) == (1, 2)
-    cold_starts.waits(second)
-    assert order(3) == (), "it has a decision and starts with the next step"
     second.retried_positions[0] += 1
     assert not cold_starts.may_start(second, 0, _rows(), 0.0)
-    assert order(4) == (), "both wait"
+    assert order(3) == (), "both wait"
     cold_starts.on_first_token(first.request_id, 0.0)
-    assert order(5) == (2, 1)
+    assert order(4) == (2, 1)
+
+
+def test_a_request_that_waits_by_decision_loses_each_second_though_workers_could_serve_it(
+    loads: Loads,
+) -> None:
+    cold_starts = _cold_starts(loads)
+    planner = Planner(_model(1000.0, invocation_s=0.02))
+    for _ in range(3):
+        for strategy in (LoadStrategy.ASSISTED, LoadStrategy.PIPELINED):
+            planner.observe(strategy, 1.0, 2.5)
+    cold_starts.set_planner(planner)
+    waiting, other = (make_request(number, prompt=32, adapter_id=AdapterId(number)) for number in (1, 2))
+    for request in (waiting, other):
+        _load(loads, adapter_id=request.adapter_id)
+    assert not cold_starts.may_start(waiting, 5, _rows(5), 0.0)
+    cold_starts.waits(other)
+    cold_starts.step_closed(StepId(1), _rows(5), 0.0)
+    assert loads.table.take_order() == ()
 
 
 def test_adapters_with_factors_do_not_use_workers(loads: Loads) -> None:
