@@ -38,6 +38,8 @@ class HostSlots:
         self._last_use: dict[HostSlot, int] = {}  # of the slots of nodes
         self._next_use: Callable[[], int] = lambda: 0
         self._moving: set[HostSlot] = set()  # handed out, not yet of a node
+        self._read: set[HostSlot] = set()  # of nodes whose copies to the device are open
+        self._num_sections = 1
         self.lost_use: int | None = None  # the last use of what was dropped for room; 0 = unused
 
     @property
@@ -67,6 +69,13 @@ class HostSlots:
         for slot in slots:
             self._moving.remove(slot)
             heapq.heappush(self._free, slot)
+
+    def begin_read(self, slots: Iterable[HostSlot]) -> None:
+        """Keep slots of nodes, from which a copy reads, until ``end_read``."""
+        self._read.update(slots)
+
+    def end_read(self, slots: Iterable[HostSlot]) -> None:
+        self._read.difference_update(slots)
 
     def free(self, slots: Iterable[HostSlot]) -> None:
         """Free slots that nodes have given up."""
@@ -102,17 +111,24 @@ class HostSlots:
     def divide(self, slots_per_section: int, away: range, next_use: Callable[[], int]) -> None:
         """Divide the slots into sections, the last of which are away; see ``HostCache.divide``."""
         self._slots_per_section, self._next_use = slots_per_section, next_use
+        self._num_sections = away.stop
         self._whole, self.away = list(range(away.start)), set(away)
 
     def coldest_section(self, since: int) -> tuple[float, int] | None:
-        """Return the idle section least used after ``since``, behind the share that was used."""
-        num_warm = dict.fromkeys(self._whole, 0)
-        num_warm |= dict.fromkeys((slot // self._slots_per_section for slot in self._free), 0)
-        for slot in self._nodes:
-            section = slot // self._slots_per_section
-            num_warm[section] = num_warm.get(section, 0) + (self._last_use[slot] > since)
-        for slot in (*self._moving, *(slot for slot, node in self._nodes.items() if node.num_references)):
+        """Return the section least used after ``since``, behind the share that was used.
+
+        None if open copies use all of them. A node in use may lose its copy if it has a block.
+        O(slots).
+        """
+        num_warm = dict.fromkeys(set(range(self._num_sections)) - self.away, 0)
+        for slot in self._moving | self._read:
             num_warm.pop(slot // self._slots_per_section, None)
+        for slot, node in self._nodes.items():
+            section = slot // self._slots_per_section
+            if node.num_references and node.block_id is None:
+                num_warm.pop(section, None)
+            elif section in num_warm:
+                num_warm[section] += self._last_use[slot] > since
         coldest = min(num_warm, key=lambda section: (num_warm[section], -section), default=None)
         return None if coldest is None else (num_warm[coldest] / self._slots_per_section, coldest)
 
@@ -140,7 +156,7 @@ class HostSlots:
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is free twice"
         assert not free & self._nodes.keys(), "a slot is free and in use"
-        assert self._nodes.keys() == self._last_use.keys()
+        assert self._nodes.keys() == self._last_use.keys() and self._read <= self._nodes.keys()
         taken = [*free, *self._nodes, *self._moving]
         expanded = {slot // self._slots_per_section for slot in taken}
         assert len(taken) == len(set(taken)) == len(expanded) * self._slots_per_section, "a slot is lost"
@@ -243,7 +259,7 @@ class PrefixCache:
             self.free(self._tree.release(path[-1]))
 
     def give_host_section(self, section: int) -> None:
-        """Drop the copies in an idle section of the host's slots, and use it no more."""
+        """Drop the copies in a section of the host's slots without open copies; use it no more."""
         for node in self._slots.nodes_in(section):
             if node.host_slot is not None:  # else it went with a node before it
                 assert self._tree is not None

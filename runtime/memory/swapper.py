@@ -140,6 +140,7 @@ class KvSwapper:
             slots.append(node.host_slot)
             self._tree.assign_block(node, block_id)
         self._slots.use(nodes)
+        self._slots.begin_read(slots)
         command = KvTransfer(
             self._transfers.new_id(), Direction.TO_DEVICE, tuple(block_ids), tuple(slots), is_demand
         )
@@ -190,6 +191,7 @@ class KvSwapper:
         """Apply the end of a copy. The blocks and slots of a failed copy are dropped."""
         self._room.num_copied_blocks -= copy.num_pinned_blocks
         if copy.direction is Direction.TO_DEVICE:
+            self._slots.end_read(copy.command.host_slots)
             for node in copy.nodes:
                 del self._coming[node]
             if has_failed:  # with descendants

@@ -115,10 +115,11 @@ def test_adapters_and_kv_never_have_more_than_the_budget(host: Host) -> None:
     assert host.cache.capacity_bytes == 5 * PAGESIZE and host.use("all", 5) is not None
 
 
-def test_a_load_without_room_takes_sections_at_once_but_none_that_is_used(host: Host) -> None:
-    path, moving = host.keep_kv(6), host.slots.take()
-    assert moving is not None
-    host.prefixes.hold(path[:3])  # two sections
+def test_a_load_without_room_takes_sections_at_once_but_none_that_a_copy_uses(host: Host) -> None:
+    path, written = host.keep_kv(6), host.slots.take()
+    assert written is not None and path[0].host_slot is not None
+    host.prefixes.hold(path)
+    host.slots.begin_read((path[0].host_slot,))
     for number in range(4):
         assert host.use(f"in use {number}") is not None
     assert host.use("next") is None
@@ -126,10 +127,27 @@ def test_a_load_without_room_takes_sections_at_once_but_none_that_is_used(host: 
     assert [node.host_slot is not None for node in path] == [True] * 4 + [False] * 2
     assert host.use("next") is not None
     assert host.use("one more") is None
-    assert host.move() is None, "requests hold the rest, and a copy writes to the last section"
-    host.slots.return_unused((moving,))
-    assert host.use("one more") is None and host.move() is not None
-    assert host.use("one more") is not None and num_kept(path) == 4
+    assert host.move() is not None, "requests that run need no copy"
+    assert num_kept(path) == 2 and all(node.block_id is not None for node in path)
+    assert host.use("one more") is not None
+    assert host.use("last") is None
+    assert host.move() is None, "one copy reads, and one writes"
+    host.slots.return_unused((written,))
+    assert host.use("last") is None and host.move() is not None
+    assert host.use("last") is not None and num_kept(path) == 2
+
+
+def test_a_held_block_that_only_the_host_has_stays_there(host: Host) -> None:
+    path = host.keep_kv(8)
+    for node in reversed(path[1:]):
+        host.prefixes.evict(node)
+    host.prefixes.hold(path[:3])
+    assert host.use("all", 8) is None
+    for _ in range(3):
+        host.move()
+        assert host.use("all", 8) is None
+    assert host.slots.num_slots == 4 and num_kept(path) == 4
+    host.prefixes.release(path[:3])
 
 
 def test_what_was_lost_for_room_takes_memory_of_what_was_used_before_it(host: Host) -> None:

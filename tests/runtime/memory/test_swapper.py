@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from corun.profiles.link import Direction
 from corun.runtime.memory.device_memory import DeviceMemory
+from corun.runtime.memory.host_budget import HostSections
+from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.memory.kv_tree import KvNode
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.memory.swapper import KvSwapper
@@ -201,6 +204,21 @@ def test_slots_that_are_read_are_nobody_elses() -> None:
     (copy,) = copies_of(memory)
     assert set(copy.block_ids).isdisjoint(node.block_id for node in path)
     assert not any(node.host_slot is not None for node in path)
+
+
+@pytest.mark.parametrize("error", [None, "bad luck"])
+def test_slots_that_are_read_keep_their_memory(error: str | None) -> None:
+    memory = make(host=HostCache(2 * PAGESIZE), host_sections=HostSections(2, PAGESIZE, 3, 1))
+    path = send_away(memory, 1, 3)
+    copy = bring(memory, 1, 3)
+    assert memory.host is not None
+    memory.host.is_short = True
+    assert memory.commands(0.0).host_move is None
+    end(memory, copy, error)
+    memory.host.is_short = True
+    assert memory.commands(10.0).host_move is not None
+    assert not any(node.host_slot is not None for node in path)
+    memory.check_invariants()
 
 
 def test_what_did_not_come_is_forgotten_with_all_behind_it() -> None:
