@@ -266,6 +266,8 @@ class DeviceMemory:
         """
         if self._inputs is not None:
             self._inputs.batch_size.record(num_running, now_s)
+        if self.host is not None:
+            self.host.is_short = False
         self.tied_kv.count(now_s)
         asked, self._asked_evictions = self._asked_evictions, []
         for adapter_id in (*self._dropped, *asked):

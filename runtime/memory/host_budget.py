@@ -3,9 +3,9 @@
 Adapters lie in one segment, KV in another. Both have addresses for the whole budget, and memory
 only for their sections. So memory moves from one to the other without moving what stays.
 
-A section moves if one side has evicted something for room, and most of an idle section of the other side
-was used less lately. So both together evict nearly in the order of use, as one memory would. A load
-without room takes a section in any case.
+If one side has evicted something for room, a section of the other side moves, if at least half of it was
+used before that. So both together evict nearly in the order of use, as one memory would. A load without
+room takes a section in any case, unless open copies use all of them.
 """
 
 import itertools
@@ -103,13 +103,13 @@ class HostBudget:
         self._move: HostMove | None = None  # until it has ended
         self._is_sent = False
         self._look_at_s = -math.inf
-        self._retry_at_s: float | None = None  # after a move has failed
+        self._retry_at_s: float | None = None  # a move that failed, or that open copies prevent
         self._is_last_to_kv = False
         self._turn_at_s = -math.inf  # before it no section moves in the other direction
 
     @property
     def wake_at_s(self) -> float | None:
-        """When a move is tried again after one has failed; None = none has."""
+        """When a move is tried again that failed or that open copies prevent; None = none is."""
         return self._retry_at_s
 
     def take_command(self, now_s: float) -> HostMove | None:
@@ -117,8 +117,11 @@ class HostBudget:
         if self._move is None and (self._retry_at_s is None or now_s >= self._retry_at_s):
             self._retry_at_s = None
             if self._cache.is_short:
-                self._cache.is_short = False
-                self._begin(self._slots.coldest_section(since=0), now_s, to_kv=False)
+                found = self._slots.coldest_section(since=0)
+                if found is None:
+                    self._retry_at_s = now_s + _LOOK_EVERY_S
+                else:
+                    self._begin(found[1], now_s, to_kv=False)
             elif now_s >= self._look_at_s:
                 self._look(now_s)
         if self._is_sent:
@@ -152,23 +155,27 @@ class HostBudget:
         assert len(self._cache.away) < self.sections.num_sections
 
     def _look(self, now_s: float) -> None:
-        """Let a section move to the side that has evicted what was used after most of it."""
+        """Let a section move to the side that has evicted something, if it was used less lately.
+
+        KV keeps a section here. If it has none, the least used one of adapters moves.
+        """
         self._look_at_s = now_s + _LOOK_EVERY_S
         cache, slots = self._cache, self._slots
+        num_kv_sections = self.sections.num_sections - len(slots.away)
         for to_kv, lost_use, giver in ((False, cache.lost_use, slots), (True, slots.lost_use, cache)):
             if lost_use is None or (to_kv != self._is_last_to_kv and now_s < self._turn_at_s):
                 continue
-            found = giver.coldest_section(since=lost_use)
-            if found is not None and found[0] <= _MAX_WARM_SHARE:
-                self._begin(found, now_s, to_kv=to_kv)
+            if not to_kv and num_kv_sections <= 1:
+                continue
+            max_warm_share = _MAX_WARM_SHARE if num_kv_sections else 1.0
+            found = giver.coldest_section(since=lost_use if num_kv_sections else cache.oldest_use)
+            if found is not None and found[0] <= max_warm_share:
+                self._begin(found[1], now_s, to_kv=to_kv)
                 break
         cache.lost_use = slots.lost_use = None
 
-    def _begin(self, found: tuple[float, int] | None, now_s: float, *, to_kv: bool) -> None:
-        """Begin to move the section that was found, if one was."""
-        if found is None:
-            return
-        _, source = found
+    def _begin(self, source: int, now_s: float, *, to_kv: bool) -> None:
+        """Begin to move a section."""
         if to_kv:
             self._cache.give_section(source)
             target = min(self._slots.away)

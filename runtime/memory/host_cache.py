@@ -12,8 +12,8 @@ separate ranges. So memory is lost to fragmentation only if no free range is as 
 import itertools
 import mmap
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 
 from ...shm.arena_ranges import RangeAllocator
 from ..plan import HostPlace, HostPlaceId
@@ -26,21 +26,21 @@ class _Kept:
 
     place_id: HostPlaceId
     extents: tuple[tuple[int, int], ...]
+    section_bytes: InitVar[int]
     digest: str = ""  # of its content, once it is there
     is_findable: bool = False  # in the index by content
     num_users: int = 1  # loads and registrations under way, and device copies read in place
     last_use: int = 0  # number of the last use, with sections
     num_bytes: int = field(init=False)
+    sections: Mapping[int, int] = field(init=False)  # bytes in each section of its extents
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, section_bytes: int) -> None:
         self.num_bytes = sum(size for _, size in self.extents)
-
-    def in_sections(self, section_bytes: int) -> Iterable[tuple[int, int]]:
-        """Yield the bytes in each section of its extents; a section may come more than once."""
+        self.sections = sections = Counter[int]()
         for start, size in self.extents:
             for section in range(start // section_bytes, -(-(start + size) // section_bytes)):
                 first = section * section_bytes
-                yield section, min(start + size, first + section_bytes) - max(start, first)
+                sections[section] += min(start + size, first + section_bytes) - max(start, first)
 
 
 class HostCache:
@@ -64,7 +64,7 @@ class HostCache:
         self.section_bytes = self._ranges.capacity_bytes
         self.away: set[int] = set()  # sections of the addresses without memory
         self._next_use: Callable[[], int] = lambda: 0
-        self.is_short = False  # a load that something waits for has found no room
+        self.is_short = False  # in this plan, a load that something waits for has found no room
         self.lost_use: int | None = None  # the last use of what was evicted for room since then
         self._kept: dict[HostPlaceId, _Kept] = {}
         self._by_digest: dict[str, _Kept] = {}
@@ -94,7 +94,7 @@ class HostCache:
         if len(warm) == 1:
             return None
         for kept in self._kept.values():
-            for section, num_bytes in kept.in_sections(self.section_bytes):
+            for section, num_bytes in kept.sections.items():
                 if kept.num_users:
                     warm.pop(section, None)
                 elif kept.last_use > since and section in warm:
@@ -105,7 +105,7 @@ class HostCache:
     def give_section(self, section: int) -> None:
         """Evict what lies in an idle section, and use its memory no more."""
         for kept in tuple(self._idle.values()):
-            if any(section == one for one, _ in kept.in_sections(self.section_bytes)):
+            if section in kept.sections:
                 self._evict(kept, EvictionReason.KV)
         self._ranges.withhold(section * self.section_bytes, self.section_bytes)
         self.away.add(section)
@@ -129,6 +129,11 @@ class HostCache:
     def idle_bytes(self) -> int:
         """Bytes of idle adapters. O(idle adapters)."""
         return sum(kept.num_bytes for kept in self._idle.values())
+
+    @property
+    def oldest_use(self) -> int:
+        """Number of the last use of the idle adapter that is evicted next; 0 = none is idle."""
+        return next((kept.last_use for kept in self._idle.values()), 0)
 
     @property
     def has_evictions(self) -> bool:
@@ -243,7 +248,7 @@ class HostCache:
         """Assert that places do not overlap, that bytes add up, and that uses agree."""
         self._ranges.check_invariants()
         for kept in self._kept.values():
-            assert self.away.isdisjoint(section for section, _ in kept.in_sections(self.section_bytes)), kept
+            assert self.away.isdisjoint(kept.sections), kept
         end = 0
         for start, size in sorted(part for kept in self._kept.values() for part in kept.extents):
             assert start >= end, "two places overlap"
@@ -262,7 +267,7 @@ class HostCache:
             return None
         extents = tuple(zip(starts, layer_bytes, strict=True))
         place_id = HostPlaceId(next(self._ids))
-        self._kept[place_id] = _Kept(place_id, extents)
+        self._kept[place_id] = _Kept(place_id, extents, self.section_bytes)
         return HostPlace(place_id, extents, is_filled=False)
 
     def _make_room(self, sizes: Sequence[int]) -> list[int] | None:

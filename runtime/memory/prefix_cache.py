@@ -141,7 +141,7 @@ class HostSlots:
         slots = self._slots_of(section)
         assert not any(slot in self._moving or slot in self._nodes for slot in slots), section
         self._whole = [one for one in self._whole if one != section]
-        self._free = [slot for slot in self._free if slot not in slots]
+        self._free = [slot for slot in self._free if slot // self._slots_per_section != section]
         heapq.heapify(self._whole)
         heapq.heapify(self._free)
         self.away.add(section)

@@ -14,6 +14,7 @@ from corun.runtime.memory.kv_tree import KvNode, KvTree
 from corun.runtime.memory.policies.lru import LruPolicy
 from corun.runtime.memory.prefix_cache import HostSlots, PrefixCache
 from corun.runtime.plan import BASE_ADAPTER, HostMove, HostPlace, TransferId, TransferResult
+from support.scheduling import make_memory
 
 STEPS = HostSections(8, PAGESIZE, 2, 4)  # each for two blocks, or one layer of an adapter
 NAMESPACE = b"n"
@@ -75,6 +76,7 @@ class Host:
 
     def plan(self, now_s: float = 0.0) -> HostMove | None:
         found = self.budget.take_command(now_s)
+        self.cache.is_short = False
         self.check()
         return found
 
@@ -133,7 +135,9 @@ def test_a_load_without_room_takes_sections_at_once_but_none_that_a_copy_uses(ho
     assert host.use("last") is None
     assert host.move() is None, "one copy reads, and one writes"
     host.slots.return_unused((written,))
-    assert host.use("last") is None and host.move() is not None
+    assert host.use("last") is None and host.move(0.9) is None, "it is looked at once a second"
+    assert host.budget.wake_at_s == 1.0
+    assert host.use("last") is None and host.move(1.0) is not None
     assert host.use("last") is not None and num_kept(path) == 2
 
 
@@ -187,6 +191,43 @@ def test_adapters_keep_a_section(host: Host) -> None:
         host.keep_kv(20)
         host.move(float(second))
     assert host.cache.capacity_bytes == PAGESIZE and host.use("0") is not None
+
+
+def test_kv_keeps_a_section_unless_a_load_needs_it_and_gets_one_back(host: Host) -> None:
+    places = []
+    for number in range(8):
+        place = host.use(str(number))
+        if place is None:
+            assert host.move() is not None
+            place = host.use(str(number))
+        assert place is not None
+        places.append(place)
+    for number, place in enumerate(places):
+        host.cache.filled(place.place_id, str(number))
+        host.cache.end_use(place.place_id)
+    assert host.slots.num_slots == 0
+    host.keep_kv(2)
+    assert host.move(9.0) is None, "not soon"
+    host.keep_kv(2)
+    found = host.move(10.0)
+    assert found is not None and found.to_kv
+    assert not host.cache.contains("0") and all(map(host.cache.contains, map(str, range(1, 8))))
+    path = host.keep_kv(2)
+    assert num_kept(path) == 2
+    host.keep(*map(str, range(8, 16)))
+    assert not host.cache.contains("8"), "it was used after all KV"
+    assert host.move(20.0) is None and num_kept(path) == 2
+    assert host.use("all", 8) is None and host.move(20.1) is not None and num_kept(path) == 0
+
+
+def test_a_load_that_waits_no_more_takes_no_section() -> None:
+    host = HostCache(STEPS.num_bytes)
+    memory = make_memory(keeps_prefixes=True, host=host, host_sections=STEPS)
+    host.is_short = True
+    memory.begin_plan(0, 0.0)
+    assert memory.commands(0.0).host_move is None
+    host.is_short = True
+    assert memory.commands(0.0).host_move is not None
 
 
 def test_a_section_does_not_come_back_soon(host: Host) -> None:
