@@ -98,7 +98,7 @@ class HostAdapters:
         try:
             self.store = AdapterStore(arena, layout, open_source, device, size.sections)
         except BaseException:
-            arena.close()
+            arena.segment.drop()  # its registration may have a view
             raise
         self.arena = arena
 

@@ -22,6 +22,7 @@ from corun.runtime.adapters.target_map import Target
 from corun.runtime.errors import AdapterError, AdapterUnavailableError, CorunError, ResourceError
 from corun.runtime.memory.host_budget import HostSections
 from corun.shm.arena import ArenaPages
+from corun.shm.errors import SpaceError
 from safetensors.torch import load_file
 from support.host_adapters import Host, copied, shared
 from support.loading_engine import HeldLink
@@ -334,6 +335,18 @@ def test_a_load_that_is_given_up_waits_for_its_copies_or_keeps_what_they_read(
     assert num_references(host) == 1
     del arrival, second
     device.close()
+
+
+def test_an_arena_without_memory_for_its_sections_says_so(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(_self: ArenaPages, _offset: int, num_bytes: int) -> None:
+        raise SpaceError("a section", num_bytes, 0, "lower it")
+
+    monkeypatch.setattr(ArenaPages, "take_section", take)
+    sections = HostSections(ROOMY_BYTES // PAGESIZE, PAGESIZE, 1, 1)
+    with pytest.raises(SpaceError, match="a section"):
+        Host(device, replace(copied(ROOMY_BYTES), sections=sections))
 
 
 def test_no_copy_lies_in_two_sections_of_the_arena(files: Path) -> None:
