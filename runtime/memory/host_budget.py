@@ -3,9 +3,10 @@
 Adapters lie in one segment, KV in another. Both have addresses for the whole budget, and memory
 only for their sections. So memory moves from one to the other without moving what stays.
 
-If one side has evicted something for room, a section of the other side moves, if at least half of it was
-used before that. So both together evict nearly in the order of use, as one memory would. A load without
-room takes a section in any case, unless open copies use all of them.
+If one side has evicted something for room, and at least half of a section of the other side was
+used before that, or not at all, this section moves. So both together evict nearly in the order of
+use, as one memory would. A load without room takes a section in any case, unless open copies use
+all of them.
 """
 
 import itertools
@@ -155,7 +156,7 @@ class HostBudget:
         assert len(self._cache.away) < self.sections.num_sections
 
     def _look(self, now_s: float) -> None:
-        """Let a section move to the side that has evicted something, if it was used less lately.
+        """Let a section move if the other side has evicted what was used after half of it.
 
         KV keeps a section here. If it has none, the least used one of adapters moves.
         """

@@ -156,8 +156,8 @@ class Pages:
     ) -> range | None:
         """Return the whole extents around ``page`` where evictions make room for a run of ``length``.
 
-        ``is_evictable``: of a taken page. ``must_gain``: they make room for one more run than there
-        is; otherwise also where that is so only beside longer runs. None if there are no such extents.
+        ``is_evictable``: of a taken page. ``must_gain``: evictions must add a place for such a run;
+        otherwise it is enough that there is one after them. None if there are no such extents.
         """
         size = self.extent_pages
         num_extents = -(-length // size)

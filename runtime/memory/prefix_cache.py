@@ -95,8 +95,8 @@ class HostSlots:
     def oldest(self, spared: Collection[KvNode]) -> KvNode | None:
         """Return the least recently used node without references outside ``spared``, if any.
 
-        The caller drops it. Skipped nodes count as used now, so that later calls do not visit them
-        again.
+        The caller drops it. Skipped nodes move behind the others, so that later calls do not visit
+        them again.
         """
         self.lost_use = self.lost_use or 0
         for _ in range(len(self._nodes)):
@@ -105,7 +105,6 @@ class HostSlots:
                 self.lost_use = max(self.lost_use, self._last_use[slot])
                 return node
             self._nodes.move_to_end(slot)
-            self._last_use[slot] = self._next_use()
         return None
 
     def divide(self, slots_per_section: int, away: range, next_use: Callable[[], int]) -> None:

@@ -249,7 +249,7 @@ class RoomMaker:
         return True
 
     def swap_out(self, num_bytes: int) -> None:
-        """Evict up to ``num_bytes`` more than there are, while the next victim can return."""
+        """Evict until ``num_bytes`` are freed, or the next victim cannot return."""
         while num_bytes > 0:
             victims = self._cache.policy.victims()
             item = next((one for one in victims if self._may_go(one)), None)

@@ -16,6 +16,7 @@ from ..memory.device_memory import DeviceMemory
 from ..memory.host_budget import HostSections
 from ..memory.host_cache import HostCache
 from ..memory.make import MakeMemoryPolicy, MemorySizes, make_device_memory
+from ..memory.policies.registry import forgets_history
 from ..memory.reload_cost import ReloadCosts
 from ..plan import AdapterId, RequestId
 from ..sampling import SamplingParams
@@ -270,9 +271,10 @@ def make_simulated_scheduler(
 def _make_memory(
     machine: SimulatedMachine, options: SimulationOptions, times: StepTimes, config: SchedulerConfig
 ) -> DeviceMemory:
-    model, host_bytes = machine.model, options.host_bytes
+    model, host_bytes, policy = machine.model, options.host_bytes, options.memory_policy
+    keeps_kv = options.prefix_cache and not (isinstance(policy, str) and forgets_history(policy))
     sections = None
-    if host_bytes is not None and options.prefix_cache:
+    if host_bytes is not None and keeps_kv:
         sections = HostSections.of(host_bytes, machine.block_bytes)
         host_bytes = sections.num_bytes
     sizes = MemorySizes(
@@ -295,7 +297,7 @@ def _make_memory(
     )
     return make_device_memory(
         sizes,
-        options.memory_policy,
+        policy,
         costs,
         None if host_bytes is None else HostCache(host_bytes),
         keeps_prefixes=options.prefix_cache,

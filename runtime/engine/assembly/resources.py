@@ -8,7 +8,7 @@ from ...config.notations import parse_num_bytes
 from ...errors import ConfigError, ResourceError
 from ...memory.host_budget import HostSections
 from ...memory.make import adapter_share
-from ...memory.policies.registry import splits_memory
+from ...memory.policies.registry import forgets_history, splits_memory
 from ...scheduler.step_draft import MAX_SCORED_TOKENS
 
 _GIB = 2**30
@@ -276,7 +276,7 @@ def plan_copied_arena(
             f"there, and at most the {host_available_bytes / _GIB:.3g} GiB of free host memory"
         )
     sections = None
-    if config.prefix_cache == "on":
+    if config.prefix_cache == "on" and not forgets_history(config.memory_policy):
         sections = HostSections.of(num_bytes, block_bytes)
         num_bytes = sections.num_bytes
     return ArenaPlan(num_bytes, device_type == "cpu", memory_bytes=num_bytes, sections=sections)

@@ -9,7 +9,8 @@ from .lru import LruPolicy
 from .policy import MemoryFacts, RankingPolicy
 
 _SPLITS = "static-split"
-MEMORY_POLICIES = ("corun", "lru", "chameleon", "libra", _SPLITS, "discard-idle", "slora")
+_FORGETS = "slora"
+MEMORY_POLICIES = ("corun", "lru", "chameleon", "libra", _SPLITS, "discard-idle", _FORGETS)
 
 
 def memory_policy_maker(text: str, flag: str = "--memory-policy") -> Callable[[MemoryFacts], RankingPolicy]:
@@ -40,6 +41,11 @@ def memory_policy_maker(text: str, flag: str = "--memory-policy") -> Callable[[M
 def splits_memory(text: str) -> bool:
     """Whether the policy of this name divides memory between blocks and adapters."""
     return text == _SPLITS
+
+
+def forgets_history(text: str) -> bool:
+    """Whether the policy of this name keeps no KV of requests that have ended."""
+    return text == _FORGETS
 
 
 def make_memory_policy(text: str, facts: MemoryFacts) -> RankingPolicy:

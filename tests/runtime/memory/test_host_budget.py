@@ -173,6 +173,15 @@ def test_what_was_lost_for_room_takes_memory_of_what_was_used_before_it(host: Ho
     assert host.move(2.0) is None and num_kept(new) == 4
 
 
+def test_kv_that_is_passed_over_is_not_used_by_that(host: Host) -> None:
+    path = host.keep_kv(8)
+    host.keep("0", "1", "2", "3")
+    assert host.slots.oldest(path) is None, "all of it waits to leave"
+    host.keep("4")
+    found = host.move()
+    assert found is not None and not found.to_kv
+
+
 def test_kv_takes_sections_of_adapters_that_are_used_less(host: Host) -> None:
     host.keep("0", "1", "2", "3")
     assert host.use("3") is not None

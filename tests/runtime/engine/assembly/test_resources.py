@@ -188,6 +188,8 @@ def test_adapters_and_kv_are_copied_from_one_budget_of_the_host() -> None:
     )
     asked = EngineConfig(host_bytes="3GiB", prefix_cache="off")
     assert plan_copied_arena(asked, "cuda", 2**20, 4 * GIB) == ArenaPlan(3 * GIB, False, 3 * GIB)
+    asked = EngineConfig(host_bytes="3GiB", memory_policy="slora")
+    assert plan_copied_arena(asked, "cuda", 2**20, 4 * GIB).sections is None, "it keeps no KV"
 
 
 def test_a_section_has_whole_blocks_and_whole_pages() -> None:
