@@ -146,7 +146,8 @@ class Copied:
             self.advance()
 
     def is_copying(self) -> bool:
-        return any(group.is_enqueued and not self._is_copied(group) for group in self._groups)
+        enqueued = [group for group in self._groups if group.is_enqueued]
+        return bool(enqueued) and not self._is_copied(enqueued[-1])  # they end in order
 
     def advance(self) -> None:
         for group in self._groups:

@@ -238,9 +238,13 @@ class AdapterLoader:
                 started.num_read = reading.num_groups
                 self._events.append(ReadProgress(started.transfer.transfer_id, reading))
         demand = [started for started in self._under_way if not started.is_gradual]
+        copying = {started for started in demand if started.arrival.is_copying()}
         for started in sorted(demand, key=self._turn):
-            if sum(one.arrival.is_copying() for one in demand) < _MAX_COPYING:
-                started.arrival.enqueue_all()
+            if len(copying) >= _MAX_COPYING:
+                break
+            started.arrival.enqueue_all()
+            if started.arrival.is_copying():
+                copying.add(started)
         for started in self._under_way if not demand else ():
             started.arrival.advance()
 
