@@ -35,13 +35,10 @@ class DeviceCopy:
     state: AdapterState
     num_references: int = 0  # running requests, and ended ones that a step in flight uses
     has_failed: bool = False  # its load; the entry is removed with the last reference
+    can_return: bool = True  # False: the version was dropped
 
     @property
     def is_adapter(self) -> bool:
-        return True
-
-    @property
-    def can_return(self) -> bool:
         return True
 
 
@@ -279,7 +276,9 @@ class AdapterCache:
     def discard(self, adapter_id: AdapterId) -> None:
         """Drop the record of a dropped version, which must not be on the device."""
         assert adapter_id not in self._entries, adapter_id
-        self._copies.pop(adapter_id, None)
+        dropped = self._copies.pop(adapter_id, None)
+        if dropped is not None:
+            dropped.can_return = False
         self.log.discard(adapter_id)
 
     def check_invariants(self) -> None:

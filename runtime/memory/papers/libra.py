@@ -213,7 +213,8 @@ class LibraPolicy:
 
     def returns(self) -> Iterator[MemoryItem]:
         rows = np.flatnonzero(self._table.columns["is_away"])
-        return self._table.lowest_first(rows, -self._log_evals(rows))
+        items = self._table.lowest_first(rows, -self._log_evals(rows))
+        return (item for item in items if item.can_return)
 
     def worth(self, item: MemoryItem) -> float:
         row = self._table.row(item)

@@ -15,7 +15,7 @@ DECAY_ARRIVALS = 1000.0  # in which a visit fades to 1/e
 # Smallest frequency of a new block. Without it no block would stay long enough to be found.
 _LEAST_REUSE_SHARE = 0.05
 _WATERMARKS = Watermarks(low=0.70, high=1.0, interval_s=0.1)  # nothing leaves ahead of time
-_MOST_AWAY = 100_000  # items that have left whose uses are remembered
+_MOST_AWAY = 5000  # items that have left whose uses are remembered
 
 
 @dataclass(slots=True)
@@ -89,6 +89,8 @@ class CorunMemoryPolicy:
         return self._offered.ranked(is_adapter)
 
     def returns(self) -> Iterator[MemoryItem]:
+        for item in [item for item in self._away if not item.can_return]:
+            del self._away[item]
         return iter(sorted(self._away, key=self._away_density, reverse=True))
 
     def _away_density(self, item: MemoryItem) -> float:

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from corun.runtime.memory.policies import corun
 from corun.runtime.memory.policies.corun import DECAY_ARRIVALS, CorunMemoryPolicy
 from support.memory_items import Item, facts_of
 
@@ -169,6 +170,16 @@ def test_with_the_swapper_what_left_comes_back_by_its_uses_and_ranks_by_them() -
     policy.offer(new)
     # The two uses of ``twice`` have faded, to less than 2 and more than 1.
     assert names_of(policy) == ["once", "new", "twice", "lasting"]
+
+
+def test_of_what_left_long_ago_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corun, "_MOST_AWAY", 2)
+    policy = CorunMemoryPolicy(facts_of(), has_swapper=True)
+    old, *others = (Item(name, is_adapter=True) for name in ("old", "new", "newest"))
+    for item in (old, *others):
+        policy.visit(item, 0.0)
+        policy.remove(item)
+    assert {*policy.returns()} == {*others}
 
 
 def test_without_the_swapper_nothing_is_remembered() -> None:
