@@ -131,6 +131,8 @@ class AdapterLoads:
         adapter_id, place = load.command.adapter_id, load.command.host
         if has_failed:
             self._cache.fail_load(adapter_id)
+            if not load.is_demand:
+                self.known.pop(adapter_id, None)  # until a request names it
         else:
             self._cache.finish_load(adapter_id)
         if self._host is None:

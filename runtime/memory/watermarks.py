@@ -4,8 +4,9 @@ Above the higher one, what the policy ranks lowest leaves, leaves of the tree fi
 one, what it ranks highest comes back, roots first. Nothing moves between them, and what comes back
 stays below the higher one, so no item goes back and forth.
 
-A look decides on all swaps at once. They begin a few at a time, and those that have not begun are
-cancelled as soon as a request waits for a transfer to the device.
+A look decides on all swaps at once. They begin a few at a time. Those that have not begun are
+cancelled as soon as a request waits for a transfer to the device, or the next one would pass the
+higher watermark.
 
 Source: FastLibra section 5.3.
 """
@@ -29,7 +30,7 @@ from .transfers import TransferTable
 # Of swaps under way; further ones wait. It takes 5 ms at 12 GB/s.
 _MAX_OPEN_BYTES = 64 << 20
 _RUN_BYTES = 16 << 20  # of blocks that are copied together
-_MAX_CANDIDATES = 5000  # of those that the policy remembers, for one look
+_MAX_CANDIDATES = 5000  # for one look: of those that the policy remembers, and of other adapters
 
 _Swap = AdapterId | list[KvNode]  # consecutive nodes, parents first
 
@@ -52,6 +53,7 @@ class WatermarkSwaps:
         marks = cache.policy.rules.watermarks
         assert isinstance(cache.policy, SwappingPolicy) and marks is not None, cache.policy
         self._marks = marks
+        self._high_bytes = int(marks.high * pool.budget.capacity_bytes)
         self._pool = pool
         self._cache = cache
         self._policy: SwappingPolicy = cache.policy
@@ -65,8 +67,6 @@ class WatermarkSwaps:
         self._decided: deque[_Swap] = deque()  # and not begun
         self._look_s = 0.0  # the next look
         self._must_look = True  # something may have changed since the last one
-        self.num_begun = 0  # swaps to the device
-        self.num_cancelled = 0
 
     @property
     def used_bytes(self) -> int:
@@ -86,24 +86,32 @@ class WatermarkSwaps:
         to_device = [one for one in self._transfers if one.direction is Direction.TO_DEVICE]
         may_bring = may_bring and not any(one.is_demand for one in to_device)
         if not may_bring:
-            self.num_cancelled += len(self._decided)
             self._decided.clear()
         self._must_look = True
         open_bytes = sum(sum(one.part_bytes) for one in to_device)
+        has_chosen = False
         if now_s >= self._look_s:
             self._look_s = now_s + self._marks.interval_s
-            self._must_look = self._look(may_bring=may_bring, is_bringing=bool(open_bytes or self._decided))
+            is_bringing = bool(open_bytes or self._decided)
+            self._must_look = self._look(may_bring=may_bring, is_bringing=is_bringing)
+            has_chosen = not is_bringing and bool(self._decided)
         while self._decided and open_bytes < _MAX_OPEN_BYTES:
+            # Requests may have taken memory since the look.
+            if self.used_bytes + self._num_bytes(self._decided[0]) > self._high_bytes:
+                self._decided.clear()
+                break
             open_bytes += self._begin(self._decided.popleft(), now_s)
+        if has_chosen and not open_bytes:  # the next look would choose the same
+            self._must_look = False
 
     def _look(self, *, may_bring: bool, is_bringing: bool) -> bool:
         """Swap out, or decide what to bring. Return whether another look may find more."""
-        capacity_bytes, used_bytes = self._pool.budget.capacity_bytes, self.used_bytes
-        excess_bytes = used_bytes - int(self._marks.high * capacity_bytes)
+        used_bytes = self.used_bytes
+        excess_bytes = used_bytes - self._high_bytes
         if excess_bytes > 0:
             self._room.swap_out(excess_bytes)
             return self.used_bytes < used_bytes
-        idle_bytes = int(self._marks.low * capacity_bytes) - used_bytes
+        idle_bytes = int(self._marks.low * self._pool.budget.capacity_bytes) - used_bytes
         if idle_bytes <= 0 or is_bringing or not may_bring:
             return idle_bytes > 0
         self._decided.extend(self._choose(idle_bytes, -excess_bytes))
@@ -113,45 +121,45 @@ class WatermarkSwaps:
         """Choose swaps of at least ``idle_bytes`` if there are so many, and of ``most_bytes`` at most."""
         swaps: list[_Swap] = []
         adapters, runs = set[AdapterId](), dict[KvNode, list[KvNode]]()  # chosen ones; runs by node
-        num_bytes, max_blocks = 0, self._max_blocks()
+        num_bytes, max_blocks, block_bytes = 0, self._max_blocks(), self._pool.block_bytes
         for item in self._candidates():
             if num_bytes >= idle_bytes:
                 break
-            adapter_id, nodes = self._needed(item, adapters, runs)
-            most_blocks = min(max_blocks - len(runs), -(-(idle_bytes - num_bytes) // self._pool.block_bytes))
-            nodes = nodes[: max(0, most_blocks)]
-            if adapter_id is None and not nodes:
-                continue
+            adapter_id = self._adapter_of(item, adapters) if isinstance(item, KvNode) else item
             if adapter_id is not None and not self._can_load(adapter_id, adapters):
                 continue
-            new_bytes = len(nodes) * self._pool.block_bytes
-            if adapter_id is not None:
-                new_bytes += self._loads.known[adapter_id].num_bytes
-            if num_bytes + new_bytes > most_bytes:
+            adapter_bytes = 0 if adapter_id is None else self._num_bytes(adapter_id)
+            left_bytes = most_bytes - num_bytes - adapter_bytes
+            nodes: list[KvNode] = []
+            if isinstance(item, KvNode):
+                short_blocks = -(-(idle_bytes - num_bytes) // block_bytes)
+                most_blocks = min(max_blocks - len(runs), short_blocks, left_bytes // block_bytes)
+                if most_blocks > 0:  # else its ancestors, of which there may be many, are not visited
+                    nodes = _missing(item, runs)[:most_blocks]
+                if not nodes:
+                    continue
+            if left_bytes < 0:
                 continue
-            num_bytes += new_bytes
+            num_bytes += adapter_bytes + len(nodes) * block_bytes
             if adapter_id is not None:
                 adapters.add(adapter_id)
                 swaps.append(adapter_id)
-            for node in nodes:
-                run = None if node.parent is None else runs.get(node.parent)
-                if run is None or run[-1] is not node.parent or len(run) == self._max_run:
-                    swaps.append(run := [])
-                run.append(node)
-                runs[node] = run
+            self._choose_nodes(nodes, runs, swaps)
         return swaps
 
-    def _needed(
-        self, item: KvNode | AdapterId, adapters: set[AdapterId], chosen: Container[KvNode]
-    ) -> tuple[AdapterId | None, list[KvNode]]:
-        """Return the adapter and the nodes that come back with an item, beside chosen ones."""
-        if not isinstance(item, KvNode):
-            return item, []
-        nodes = _missing(item, chosen)
-        return (self._adapter_of(item, adapters), nodes) if nodes else (None, [])
+    def _choose_nodes(
+        self, nodes: list[KvNode], runs: dict[KvNode, list[KvNode]], swaps: list[_Swap]
+    ) -> None:
+        """Add nodes to the runs of their parents, or to new runs."""
+        for node in nodes:
+            run = None if node.parent is None else runs.get(node.parent)
+            if run is None or run[-1] is not node.parent or len(run) == self._max_run:
+                swaps.append(run := [])
+            run.append(node)
+            runs[node] = run
 
     def _candidates(self) -> Iterator[KvNode | AdapterId]:
-        """Yield what the policy remembers in its order, then other adapters, small ones first."""
+        """Yield what the policy remembers in its order, then the latest adapters, small ones first."""
         for item in islice(self._policy.returns(), _MAX_CANDIDATES):
             if isinstance(item, KvNode):
                 yield item
@@ -159,7 +167,7 @@ class WatermarkSwaps:
                 assert isinstance(item, DeviceCopy)
                 yield item.adapter_id
         known = self._loads.known
-        yield from sorted(known, key=lambda adapter_id: known[adapter_id].num_bytes)
+        yield from sorted(islice(reversed(known), _MAX_CANDIDATES), key=self._num_bytes)
 
     def _max_blocks(self) -> int:
         """Blocks that may come back: history beyond its limit would leave at once."""
@@ -186,6 +194,13 @@ class WatermarkSwaps:
             return None
         return next(iter(versions), None)
 
+    def _num_bytes(self, swap: _Swap) -> int:
+        """Return the bytes of a swap; 0 for an adapter that is not known any more."""
+        if isinstance(swap, list):
+            return len(swap) * self._pool.block_bytes
+        adapter = self._loads.known.get(swap)
+        return 0 if adapter is None else adapter.num_bytes
+
     def _begin(self, swap: _Swap, now_s: float) -> int:
         """Begin a swap if it is still possible. Return its bytes; 0 = it has not begun."""
         if not isinstance(swap, list):
@@ -194,7 +209,6 @@ class WatermarkSwaps:
             adapter = self._loads.known[swap]
             if self._loads.begin(swap, adapter, now_s, is_demand=False) is None:
                 return 0
-            self.num_begun += 1
             return adapter.num_bytes
         parent = swap[0].parent
         if not all(map(_can_come, swap)) or (parent is not None and parent.block_id is None):
@@ -202,8 +216,7 @@ class WatermarkSwaps:
         assert self._swapper is not None
         if self._adapter_of(swap[0], set()) is not None or not self._swapper.bring(swap, now_s):
             return 0
-        self.num_begun += 1
-        return len(swap) * self._pool.block_bytes
+        return self._num_bytes(swap)
 
 
 def _can_come(node: KvNode) -> bool:

@@ -7,6 +7,7 @@ from corun.runtime.memory import watermarks
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.kv_tree import KvNode
+from corun.runtime.memory.policies.policy import SwappingPolicy
 from corun.runtime.memory.watermarks import WatermarkSwaps
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, AdapterTransfer, KvTransfer, Transfer, TransferResult
 from hypothesis import settings
@@ -109,6 +110,10 @@ def blocks_of(transfers: list[Transfer]) -> list[int]:
     return [len(one.block_ids) for one in transfers if isinstance(one, KvTransfer)]
 
 
+def num_coming(transfers: list[Transfer]) -> int:
+    return sum(not isinstance(one, KvTransfer) or one.direction is Direction.TO_DEVICE for one in transfers)
+
+
 def num_on_device(path: list[KvNode]) -> int:
     return sum(node.block_id is not None for node in path)
 
@@ -169,13 +174,55 @@ def test_without_dependencies_kv_needs_no_adapter() -> None:
     assert tier.memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
 
 
-def test_a_dropped_version_does_not_come_back() -> None:
-    tier = Tier()
+@pytest.mark.parametrize("policy", ["libra", "corun:swapper=1"])
+def test_a_dropped_version_does_not_come_back(policy: str) -> None:
+    tier = Tier(policy)
     load(tier.memory, 1, 300)
     tier.evict(AdapterId(1))
     tier.memory.drop(AdapterId(1))
+    remembers = tier.memory.cache.policy
+    assert isinstance(remembers, SwappingPolicy) and len(list(remembers.returns())) == 1
     tier.memory.begin_plan(0, 1.0)
-    assert tier.plan(1.0) == []
+    assert tier.plan(1.0) == [] and not list(remembers.returns())
+
+
+def test_a_load_that_failed_is_not_repeated_before_a_request_names_the_adapter() -> None:
+    tier = Tier()
+    tier.memory.know(AdapterId(1), facts(500))
+    tier.end(*tier.plan(1.0), error="bad luck")
+    assert tier.plan(2.0) == [] and tier.swaps.wake_at_s is None
+    assert tier.memory.loads.begin(AdapterId(1), facts(500), 3.0)
+    tier.end(*tier.plan(3.0), error="bad luck")
+    assert num_coming(tier.plan(4.0)) == 1
+
+
+def test_a_look_considers_the_latest_adapters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watermarks, "_MAX_CANDIDATES", 2)
+    tier = Tier()
+    for number, num_bytes in ((1, 100), (2, 300), (3, 200)):
+        tier.memory.know(AdapterId(number), facts(num_bytes, f"{number}"))
+    order = [one.adapter_id for one in tier.plan(1.0) if isinstance(one, AdapterTransfer)]
+    assert order == [3, 2]
+
+
+@pytest.mark.parametrize(("is_known", "num_back"), [(False, 0), (True, 25)])
+def test_a_look_visits_each_node_once(monkeypatch: pytest.MonkeyPatch, is_known: bool, num_back: int) -> None:
+    tier = Tier(max_history_blocks=25)
+    load(tier.memory, 1, 300)
+    tier.away(1, 40, 10.0, AdapterId(1))
+    tier.evict(AdapterId(1))
+    if not is_known:
+        del tier.memory.loads.known[AdapterId(1)]
+    visited: list[KvNode] = []
+    can_come = watermarks._can_come
+
+    def visit(node: KvNode) -> bool:
+        visited.append(node)
+        return can_come(node)
+
+    monkeypatch.setattr(watermarks, "_can_come", visit)
+    assert sum(blocks_of(tier.plan(20.0))) == num_back
+    assert len(visited) <= (40 + num_back if is_known else 0), "when chosen, and at the begin"
 
 
 def test_history_beyond_its_limit_does_not_come_back() -> None:
@@ -260,12 +307,24 @@ def test_swaps_begin_a_few_at_a_time_and_a_demand_cancels_the_rest() -> None:
     (next_one,) = tier.plan(20.01)
     assert tier.memory.loads.begin(AdapterId(1), facts(100), 20.02)
     (demand,) = tier.plan(20.02)
-    assert isinstance(demand, AdapterTransfer) and tier.swaps.num_cancelled == 35
+    assert isinstance(demand, AdapterTransfer)
     tier.end(*others, next_one)
     assert tier.plan(20.2) == [], "it is still open"
     tier.end(demand)
     assert tier.plan(20.25) == [] and tier.swaps.wake_at_s == pytest.approx(20.3)
     assert len(tier.plan(20.3)) == 4
+
+
+def test_swaps_that_would_pass_the_high_mark_are_cancelled() -> None:
+    tier = large()
+    first, *others = tier.plan(20.0)
+    keep(tier.memory, 900, 95, namespace=BASE)
+    tier.end(first)
+    copies = tier.plan(20.01)
+    assert num_coming(copies) == 0 and tier.used == 99
+    tier.end(*others, *copies)
+    assert tier.memory.room.reclaim(50, 0, include_waiting=True, keep=BASE_ADAPTER)
+    assert num_coming(tier.plan(20.02)) == 0 and tier.used < 70
 
 
 def test_a_request_promotes_the_copy_that_it_waits_for() -> None:
@@ -275,7 +334,7 @@ def test_a_request_promotes_the_copy_that_it_waits_for() -> None:
     scheduler.add_request(make_request(1, prompt=(*tokens_of(1, 40), 7)), 20.01)
     plan = scheduler.schedule(20.01)
     assert plan is not None and plan.promoted_transfers == (first.transfer_id,)
-    assert not plan.transfers and tier.swaps.num_cancelled == 36
+    assert not plan.transfers
     assert scheduler.wake_at_s() == tier.swaps.wake_at_s == pytest.approx(20.1)
 
 
@@ -284,6 +343,7 @@ def test_no_room_that_is_reserved_for_growth_is_taken() -> None:
     tier.away(1, 40, 10.0)
     tier.memory.pool.reserve_growth(90)
     assert tier.plan(20.0) == [] and tier.memory.pool.num_reserved_blocks == 90
+    assert tier.swaps.wake_at_s is None, "nothing changes until an event"
     tier.memory.pool.reserve_growth(60)
     assert blocks_of(tier.plan(20.1)) == [40] and tier.memory.pool.num_reserved_blocks == 60
 
@@ -291,11 +351,22 @@ def test_no_room_that_is_reserved_for_growth_is_taken() -> None:
 class BalanceMachine(RuleBasedStateMachine):
     """Prefixes and adapters in any order. When nothing happens, swaps go one way, and end."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+
     @initialize(
-        variant=st.sampled_from(["libra", "libra:dependencies=0", "libra:costs=0", "corun:swapper=1"])
+        variant=st.sampled_from(["libra", "libra:dependencies=0", "libra:costs=0", "corun:swapper=1"]),
+        is_window_small=st.booleans(),
     )
-    def build(self, variant: str) -> None:
+    def build(self, variant: str, is_window_small: bool) -> None:
+        if is_window_small:  # so that swaps are decided long before they begin
+            self.patch.setattr(watermarks, "_RUN_BYTES", 5 * BLOCK_BYTES)
+            self.patch.setattr(watermarks, "_MAX_OPEN_BYTES", 10 * BLOCK_BYTES)
         self.tier = Tier(variant, num_host_slots=120)
+        marks = self.tier.memory.cache.policy.rules.watermarks
+        assert marks is not None
+        self.most = round(marks.high * NUM_BLOCKS)
         self.open: list[Transfer] = []
 
     @rule(number=st.integers(0, 5), num_blocks=st.integers(1, 40), seconds=st.floats(0.0, 30.0))
@@ -329,7 +400,7 @@ class BalanceMachine(RuleBasedStateMachine):
     def turn(self, seconds: float, num_ended: int) -> None:
         before = self.tier.used
         self.open += self.tier.plan(self.tier.now_s + seconds)
-        assert self.tier.used <= max(95, before)
+        assert self.tier.used <= max(self.most, before)
         ended, self.open = self.open[:num_ended], self.open[num_ended:]
         self.tier.end(*ended)
 
@@ -339,10 +410,10 @@ class BalanceMachine(RuleBasedStateMachine):
         tier = self.tier
         ways = set[str]()
         for _ in range(200):
-            before, num_begun = tier.used, tier.swaps.num_begun
+            before = tier.used
             tier.end(*self.open)
             self.open = tier.plan(tier.now_s + 0.1)
-            if tier.swaps.num_begun > num_begun:
+            if num_coming([one for one in self.open if not one.is_demand]):
                 ways.add("in")
             elif tier.used < before:
                 ways.add("out")
@@ -353,6 +424,9 @@ class BalanceMachine(RuleBasedStateMachine):
         assert len(ways) < 2
         still = tier.used
         assert not any(tier.plan(tier.now_s + 0.1) for _ in range(3)) and tier.used == still
+
+    def teardown(self) -> None:
+        self.patch.undo()
 
     @invariant()
     def all_agrees(self) -> None:
