@@ -31,7 +31,6 @@ from ...runtime.errors import (
     CorunError,
     ResourceError,
 )
-from ...runtime.file_calls import SilentError
 from ...runtime.memory.host_budget import HostSections
 from ...runtime.plan import HostPlace, HostPlaceId
 from ...shm.arena import ArenaEntry, HostArena, extent_sizes
@@ -393,7 +392,7 @@ class AdapterStore:
             self.on_first_read(digest, end.hexadecimal)
         elif (
             isinstance(end, AdapterError | AdapterChangedError)
-            and not isinstance(end.__cause__, SilentError)
+            and not isinstance(end.__cause__, TimeoutError)
             and digest in self._headers
         ):
             self.on_first_read(digest, end)

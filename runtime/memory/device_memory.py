@@ -316,13 +316,14 @@ class DeviceMemory:
         )
 
     def evict_again(self, adapter_ids: Iterable[AdapterId], place_ids: Sequence[HostPlaceId]) -> None:
-        """Repeat evictions of a plan that was lost, in the next plan."""
+        """Repeat evictions of a plan that was lost, and the order of loads, in the next plan."""
         absent = AdapterState.ABSENT
         self._evictions += [one for one in adapter_ids if self.cache.state(one) is absent]
         if self.host is not None:
             self.host.evict_again(place_ids)
         if self.host_budget is not None:
             self.host_budget.repeat()
+        self.transfers.repeat_order()
 
     def end_transfer(self, result: TransferResult, now_s: float) -> OpenTransfer | None:
         """Apply the end of a transfer and return it; None if it is unknown or has ended."""

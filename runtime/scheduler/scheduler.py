@@ -246,8 +246,6 @@ class Scheduler:
         self.memory.evict_again(step.plan.evict_adapters, step.plan.host_evictions)
         for transfer in step.plan.transfers:
             events += self._end_transfer(TransferResult(transfer.transfer_id, error), now_s)
-        if step.plan.load_order:
-            self.memory.transfers.repeat_order()
         return events
 
     def wake_at_s(self) -> float | None:
