@@ -211,7 +211,7 @@ class WatermarkSwaps:
                 return 0
             return adapter.num_bytes
         parent = swap[0].parent
-        if not all(map(_can_come, swap)) or (parent is not None and parent.block_id is None):
+        if not all(map(can_come, swap)) or (parent is not None and parent.block_id is None):
             return 0
         assert self._swapper is not None
         if self._adapter_of(swap[0], set()) is not None or not self._swapper.bring(swap, now_s):
@@ -219,7 +219,7 @@ class WatermarkSwaps:
         return self._num_bytes(swap)
 
 
-def _can_come(node: KvNode) -> bool:
+def can_come(node: KvNode) -> bool:
     """Whether requests can find a node, and only the host has it."""
     return node.root is not None and node.block_id is None and node.host_slot is not None
 
@@ -229,7 +229,7 @@ def _missing(node: KvNode, chosen: Container[KvNode]) -> list[KvNode]:
     nodes: list[KvNode] = []
     one: KvNode | None = node
     while one is not None and one.block_id is None and one not in chosen:
-        if not _can_come(one):
+        if not can_come(one):
             return []
         nodes.append(one)
         one = one.parent

@@ -214,13 +214,13 @@ def test_a_look_visits_each_node_once(monkeypatch: pytest.MonkeyPatch, is_known:
     if not is_known:
         del tier.memory.loads.known[AdapterId(1)]
     visited: list[KvNode] = []
-    can_come = watermarks._can_come
+    can_come = watermarks.can_come
 
     def visit(node: KvNode) -> bool:
         visited.append(node)
         return can_come(node)
 
-    monkeypatch.setattr(watermarks, "_can_come", visit)
+    monkeypatch.setattr(watermarks, "can_come", visit)
     assert sum(blocks_of(tier.plan(20.0))) == num_back
     assert len(visited) <= (40 + num_back if is_known else 0), "when chosen, and at the begin"
 
