@@ -23,8 +23,8 @@ from .prefix_cache import HostSlots, PrefixCache
 
 # CUDA registers and releases a section's memory between two steps of the engine, which wait for it:
 # some ten milliseconds for this many bytes.
-_MAX_STEP_BYTES = 64 * 2**20
-_MIN_STEPS = 64  # unless a block is larger
+_MAX_SECTION_BYTES = 64 * 2**20
+_MIN_SECTIONS = 64  # unless a block is larger
 _MAX_FIRST_ADAPTER_BYTES = 8 * 2**30
 _LOOK_EVERY_S = 1.0
 _TURN_S = 10.0  # before a section moves in the other direction
@@ -46,7 +46,7 @@ class HostSections:
 
         Raises ``ConfigError`` if a block and a section of adapters do not fit.
         """
-        wanted_bytes = min(_MAX_STEP_BYTES, num_bytes // _MIN_STEPS)
+        wanted_bytes = min(_MAX_SECTION_BYTES, num_bytes // _MIN_SECTIONS)
         slots_per_section = max(1, wanted_bytes // block_bytes)
         section_bytes = -(-slots_per_section * block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         num_sections = num_bytes // section_bytes

@@ -444,8 +444,8 @@ def kv_namespace(
     """Return the SHA-256 of a request's KV namespace, 32 bytes.
 
     ``base_fingerprint`` names the base model and its revision, ``adapters`` is the ordered list of
-    (digest of configuration and tensors, scale). Two requests may share KV only if this is equal.
-    Every field is preceded by its length, so no two different inputs are encoded alike.
+    (digest of its content or what stands for it, scale). Two requests may share KV only if this is
+    equal. Every field is preceded by its length, so no two different inputs are encoded alike.
     """
     parts = [base_fingerprint.encode(), dtype.encode(), cache_salt.encode()]
     for digest, scale in adapters:

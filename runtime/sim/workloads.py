@@ -43,8 +43,8 @@ def draw_json_lines(spec: WorkloadSpec, inputs: DrawInputs) -> Drawn:
     if spec.duration_s is not None:
         arrival_s = arrival_s[arrival_s < spec.duration_s]
         rows = rows[: len(arrival_s)]
-    names, who = np.unique([row["model"] for row in rows], return_inverse=True)
-    adapters, ranks = with_drawn_ranks(who, inputs, spec.adapters.ranks)
+    names, indices = np.unique([row["model"] for row in rows], return_inverse=True)
+    adapters, ranks = with_drawn_ranks(indices, inputs, spec.adapters.ranks)
     output = np.array([row["output_tokens"] for row in rows])
     drawn = Drawn(
         arrival_s,
