@@ -61,7 +61,7 @@ def choose_threads(runner: ModelRunner, max_threads: int, weight_bytes: int, kep
     one_ms = _measure_ms(runner, 1)
     if not all(map(math.isfinite, (*all_ms, *one_ms))):
         set_threads(max_threads)
-        _LOG.info("threads: %d (not measured, because other processes use the CPU cores)", max_threads)
+        _LOG.info("threads: %d (not measured, because others use the CPU cores)", max_threads)
         return max_threads
     is_one_enough = all(one <= _ACCEPTED_RATIO * many for one, many in zip(one_ms, all_ms, strict=True))
     chosen = 1 if is_one_enough else max_threads

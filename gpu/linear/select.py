@@ -79,7 +79,7 @@ def select_linear_backend(
         return _chosen(known, "; ".join(["measured at an earlier start", *refused]))
     times = _measure_ms(able, dtype)
     if not all(map(math.isfinite, itertools.chain(*times.values()))):
-        busy = "not measured, because other processes use the CPU cores"
+        busy = "not measured, because others use the CPU cores"
         return _chosen(able[0], "; ".join([busy, *refused]))
     best = fastest(times)
     if path is not None:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import namedtuple
 
 import pytest
 from corun.gpu import quiet_time
@@ -35,11 +36,14 @@ def test_without_statistics_samples_without_a_forced_switch_count() -> None:
 
 
 class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, recorded: list[tuple[float, float]]) -> None:
-        self.now_s = self.waited_s = 0.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, recorded: list[tuple[float, ...]]) -> None:
+        self.now_s = self.waited_s = self.stolen_s = 0.0
         self._recorded = iter(recorded)
         monkeypatch.setattr("time.perf_counter", lambda: self.now_s)
         monkeypatch.setattr(quiet_time, "RunQueue", lambda ids: self)
+        times = namedtuple("Times", "steal")
+        monkeypatch.setattr("psutil.cpu_times", lambda percpu: [times(self.stolen_s)])
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
 
     def read(self) -> list[tuple[float, float]]:
         return [(1.0, self.waited_s / 2), (0.0, self.waited_s / 2)]
@@ -48,9 +52,10 @@ class Clock:
         pass
 
     def call(self) -> None:
-        took_ms, waited_ms = next(self._recorded)
+        took_ms, waited_ms, *stolen_ms = next(self._recorded)
         self.now_s += took_ms * 1e-3
         self.waited_s += waited_ms * 1e-3
+        self.stolen_s += sum(stolen_ms) * 1e-3
 
 
 def test_calls_end_with_enough_quiet_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +69,15 @@ def test_calls_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, [(20.0, 19.9)] * 100)
     samples = take_samples(clock.call, num_quiet=3, limit_s=0.195)
     assert len(samples) == 10
+    assert quiet_s(samples) == math.inf
+
+
+def test_no_call_counts_while_the_hypervisor_withholds_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two threads that wait for each other, on two cores of which the hypervisor runs one at a time.
+    withheld, quiet = [(5.4, 0.0, 5.0)] * 8, [(0.046, 0.0, 0.0)] * 8
+    samples = take_samples(Clock(monkeypatch, [*withheld, *quiet]).call, num_quiet=8, limit_s=0.2)
+    assert [sample.is_quiet for sample in samples] == [False] * 8 + [True] * 8
+    samples = take_samples(Clock(monkeypatch, withheld * 10).call, num_quiet=8, limit_s=0.2)
     assert quiet_s(samples) == math.inf
 
 
