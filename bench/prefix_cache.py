@@ -36,7 +36,8 @@ from corun import SamplingParams
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.build import build_engine
 from corun.runtime.engine.core import EngineCore
-from corun.runtime.engine.messages import AddRequest, RequestUpdate
+from corun.runtime.engine.messages import AddRequest
+from corun.runtime.scheduler.events import RequestUpdate
 from models import VOCAB_SIZE, llama_config, make_adapters, save_model
 from paired import compare, report, seconds
 from resident_memory import resident_bytes

@@ -23,18 +23,10 @@ from ..memory.report import Changed, residency, take_changed
 from ..plan import BASE_ADAPTER, AdapterId, Executor, HostPlaceId, RequestId, Result, StepPlan
 from ..request import Request
 from ..sampling import SamplingParams
-from ..scheduler.events import FinishReason, RequestEvent, TimeParts
+from ..scheduler.events import FinishReason, RequestUpdate
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.timeline import describe
-from .messages import (
-    AddRequest,
-    ColdStartInfo,
-    EngineLoad,
-    EngineStats,
-    MachineReport,
-    RequestTiming,
-    RequestUpdate,
-)
+from .messages import AddRequest, EngineLoad, EngineStats, MachineReport
 from .stats import CpuStats, OpenWork, StepCounts, engine_stats, machine_report
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +78,7 @@ class SlowLog:
             model = request.adapter_name or "the base model"
             self._waiting[request.request_id] = f"request {name} for {model}"
 
-    def record(self, event: RequestEvent) -> None:
+    def record(self, event: RequestUpdate) -> None:
         if event.timing is None or self._threshold_s is None:
             return
         request = self._waiting.pop(event.request_id)
@@ -95,25 +87,6 @@ class SlowLog:
             return
         what = "had its first token" if event.token_ids else f"ended ({event.finish_reason})"
         _logger.warning("%s %s after %.3g s: %s", request, what, engine_s, describe(event.timing))
-
-
-def update_of(event: RequestEvent) -> RequestUpdate:
-    """Return the message for an event."""
-    if event.timing is None and event.cold_start is None:
-        return RequestUpdate(*event[:-2])
-    start = event.cold_start
-    if start is not None:
-        _logger.info("request %d: cold start: %s: %s", event.request_id, *start)
-    return RequestUpdate(
-        *event[:-2],
-        timing=None if event.timing is None else _timing_of(event.timing),
-        cold_start=None if start is None else ColdStartInfo(*start),
-    )
-
-
-def _timing_of(timing: TimeParts) -> RequestTiming:
-    parts = {part.value: seconds for part, seconds in timing.parts.items()}
-    return RequestTiming(parts, timing.num_predicted_output_tokens, timing.adapter_version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,22 +407,24 @@ class EngineCore:
             self._publish(self._scheduler.update(result, now_s))
             self._has_changes = True
 
-    def _publish(self, events: list[RequestEvent]) -> None:
+    def _publish(self, events: list[RequestUpdate]) -> None:
         """Queue updates, and release the adapters of ended requests."""
         for event in events:
-            self._updates.append(update_of(self._labelled(event)))
+            self._updates.append(self._labelled(event))
+            if event.cold_start is not None:
+                _logger.info("request %d: cold start: %s: %s", event.request_id, *event.cold_start)
             self._slow_log.record(event)
             if event.finish_reason is not None:
                 self._release(event)
 
-    def _labelled(self, event: RequestEvent) -> RequestEvent:
+    def _labelled(self, event: RequestUpdate) -> RequestUpdate:
         """Name the adapter's version if its values have been read since the request arrived."""
         adapter_id, timing = self._adapter_of[event.request_id], event.timing
         if adapter_id == BASE_ADAPTER or timing is None or timing.adapter_version:
             return event
         return event._replace(timing=timing._replace(adapter_version=self._adapters.label(adapter_id)))
 
-    def _release(self, event: RequestEvent) -> None:
+    def _release(self, event: RequestUpdate) -> None:
         """Release an ended request's reference to its adapter version."""
         adapter_id = self._adapter_of.pop(event.request_id)
         is_refused = event.error_kind == OverloadedError.__name__  # many are, under load

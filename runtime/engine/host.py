@@ -15,8 +15,9 @@ from ..adapters.dir_changes import WatchState
 from ..adapters.info import AdapterInfo
 from ..errors import CorunError, RequestError
 from ..limits import overdue_error
+from ..plan import RequestId
 from ..sampling import StructuredOutput
-from ..scheduler.events import TimePart
+from ..scheduler.events import RequestUpdate, TimePart, TimeParts
 from .heartbeat import Heartbeat
 from .messages import (
     AbortRequests,
@@ -36,8 +37,6 @@ from .messages import (
     RemoveAdapter,
     ReportMachine,
     ReportStats,
-    RequestTiming,
-    RequestUpdate,
     StepOutputs,
     ToEngine,
     TokenizerSpec,
@@ -52,7 +51,7 @@ class _Needs(NamedTuple):
 
 
 _NOTHING = _Needs(None, None)
-Ended = list[tuple[int, RequestTiming]]  # ids and timings of requests that have ended while held
+Ended = list[tuple[int, TimeParts]]  # ids and timings of requests that have ended while held
 
 
 class HeldRequests:
@@ -120,7 +119,7 @@ class HeldRequests:
                     del held[request_id]
                     is_read = needs.adapter_name is None
                     parts = {} if is_read else {TimePart.DISK_READ.value: now_s - arrival_s}
-                    ended.append((request_id, RequestTiming(parts, 0)))
+                    ended.append((request_id, TimeParts(parts, {}, 0)))
         return ended
 
     def _needs(self, given: _Needs) -> _Needs:
@@ -391,7 +390,7 @@ class EngineHost:
 
     def _abort_held(self, request_ids: Sequence[int]) -> None:
         for request_id, timing in self._held.abort(request_ids):
-            self._refusals.append(RequestUpdate(request_id, finish_reason="abort", timing=timing))
+            self._refusals.append(RequestUpdate(RequestId(request_id), finish_reason="abort", timing=timing))
 
     def _begin_operation(self, message: AdapterOperation) -> None:
         try:
@@ -400,7 +399,7 @@ class EngineHost:
             self._failed_operations.append(OperationDone(message.operation_id, str(error), error.kind))
 
 
-def _failed(request_id: int, error: CorunError, timing: RequestTiming | None = None) -> RequestUpdate:
+def _failed(request_id: int, error: CorunError, timing: TimeParts | None = None) -> RequestUpdate:
     return RequestUpdate(
-        request_id, finish_reason="error", error_kind=error.kind, error=str(error), timing=timing
+        RequestId(request_id), finish_reason="error", error_kind=error.kind, error=str(error), timing=timing
     )

@@ -10,8 +10,8 @@ import msgspec
 from ...profiles.models import MachineModel
 from ..adapters.info import AdapterInfo
 from ..engine_state import EngineLoadState
-from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
+from ..scheduler.events import RequestUpdate
 
 
 class EngineMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -169,40 +169,6 @@ class Ready(EngineMessage, frozen=True):
     adapters: tuple[AdapterInfo, ...]
     machine: MachineReport
     tokenizer: TokenizerSpec | None = None  # None = the front end loads it with transformers
-
-
-class RequestUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """New tokens of one request, and its end."""
-
-    request_id: int
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish_reason: str | None = None  # stop | length | abort | error
-    stop_token_id: int | None = None  # if a token ended it
-    error_kind: str | None = None  # a class in errors, for "error"
-    error: str | None = None
-    num_preemptions: int = 0  # at the end, including squashes
-    num_squashes: int = 0  # of these
-    num_cached_tokens: int = 0  # of the prompt, with cached KV; with the first token
-    num_host_cached_tokens: int = 0  # of these, from the host; with the first token
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token, if requested
-    timing: "RequestTiming | None" = None  # with the first token, or an end without one
-    cold_start: "ColdStartInfo | None" = None  # with the first token, for a cold start
-
-
-class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
-    """The parts of a request's time in the engine until its first token."""
-
-    parts: dict[str, float]  # seconds, by values of ``scheduler.events.TimePart``
-    num_predicted_output_tokens: int
-    adapter_version: str = ""  # ``AdapterVersion.label``; "" = the base model, or not resolved
-
-
-class ColdStartInfo(msgspec.Struct, frozen=True, array_like=True):
-    """How a request was started without its adapter on the device."""
-
-    strategy: str
-    reason: str
 
 
 class CpuWorkerStats(msgspec.Struct, frozen=True, array_like=True):

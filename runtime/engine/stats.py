@@ -144,7 +144,7 @@ def engine_stats(
         preemptions={str(cause): number for cause, number in counters.preemptions.items()},
         # Floats, as the channel needs them.
         policy_counts={name: float(one) for name, one in scheduler.policy_counts().items()},
-        first_token_parts_s={part.value: seconds for part, seconds in scheduler.timelines.total_s.items()},
+        first_token_parts_s=dict(scheduler.timelines.total_s),
         num_steps=steps.number,
         num_failed_steps=counters.num_failed_steps,
         prompt_tokens_computed=counters.prompt_tokens_computed,

@@ -6,12 +6,10 @@ readers. Updates between two reads are merged.
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
-from ..engine.messages import RequestUpdate
 from ..errors import CorunError, StepFailedError, rebuild_error
 from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
+from ..scheduler.events import RequestUpdate
 from ..timing import EngineTiming
 from .detokenizer import Detokenizer, StoppingDetokenizer
 from .inputs import PreparedRequest
@@ -208,9 +206,7 @@ def _detokenizer(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingPa
 def _without_tokens(update: RequestUpdate) -> RequestUpdate:
     """Return the update without tokens: the engine samples one even for max_tokens 0."""
     reason = "length" if update.finish_reason == "stop" else update.finish_reason
-    return msgspec.structs.replace(
-        update, token_ids=(), logprobs=None, finish_reason=reason, stop_token_id=None
-    )
+    return update._replace(token_ids=(), logprobs=None, finish_reason=reason, stop_token_id=None)
 
 
 def _candidates(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> TokenCandidates:

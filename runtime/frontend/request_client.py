@@ -11,13 +11,14 @@ import random
 from collections.abc import Callable, Sequence
 
 from ..engine.client import EngineClient
-from ..engine.messages import AbortRequests, AddRequest, AddRequests, ModelInfo, RequestUpdate, StepOutputs
+from ..engine.messages import AbortRequests, AddRequest, AddRequests, ModelInfo, StepOutputs
 from ..errors import EngineDeadError, RequestError
 from ..grammar.messages import GrammarTokens
 from ..grammar.tags import with_trigger_ids
 from ..grammar.trial import GrammarTrials
 from ..limits import check_bad_words, check_num_open, check_num_sequences, check_predicted_output, check_stops
 from ..sampling import SamplingParams
+from ..scheduler.events import RequestUpdate
 from .adapter_conventions import Conventions, MakePrompt
 from .engine_watch import Waker
 from .generation import Choice, Generation, Notify

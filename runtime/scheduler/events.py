@@ -47,19 +47,19 @@ class TimePart(enum.StrEnum):
 class TimeParts(NamedTuple):
     """How a request spent the time until its first token, or its end without one."""
 
-    parts: Mapping[TimePart, float]  # seconds, without zeros
-    num_in_the_way: Mapping[TimePart, int]  # running requests when it last waited for memory
+    parts: dict[str, float]  # seconds by values of ``TimePart``, without zeros
+    num_in_the_way: Mapping[str, int]  # running requests when it last waited for memory
     num_predicted_output_tokens: int
     adapter_version: str = ""  # as of ``Request``
 
 
-class RequestEvent(NamedTuple):
+class RequestUpdate(NamedTuple):
     """New tokens of one request, and whether it ended. Each request has one final event."""
 
     request_id: RequestId
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None  # a value of ``FinishReason``
     stop_token_id: int | None = None  # the token that ended it, if one did
     error_kind: str | None = None  # a class in errors, for ERROR
     error: str | None = None

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ..plan import Outcome, RequestId, RetryCause, RowResult
 from ..request import Request, RequestStatus
-from .events import FinishReason, RequestEvent, SchedulerCounters, finish_reason_of
+from .events import FinishReason, RequestUpdate, SchedulerCounters, finish_reason_of
 from .recovery import Recovery
 from .running_set import RunningSet
 from .step_draft import InFlightStep
@@ -38,13 +38,13 @@ class ResultReader:
         results: Iterable[RowResult],
         later_steps: Collection[InFlightStep],
         now_s: float,
-    ) -> list[RequestEvent]:
+    ) -> list[RequestUpdate]:
         """Apply the results of one step. Return its events.
 
         ``later_steps``: steps that are still in flight.
         """
         result_of = {result.request_id: result for result in results}
-        events: list[RequestEvent] = []
+        events: list[RequestUpdate] = []
         for request, start, num_tokens, has_sample, was_alone in _rows(step):
             self._running.end_step(request)
             request_id = request.request_id
@@ -71,16 +71,16 @@ class ResultReader:
                 events.append(_failure(request, error, result.error_kind))
         return events
 
-    def fail(self, step: InFlightStep, error: str) -> list[RequestEvent]:
+    def fail(self, step: InFlightStep, error: str) -> list[RequestUpdate]:
         """Fail all requests of a step that never returns. Return their events."""
-        events: list[RequestEvent] = []
+        events: list[RequestUpdate] = []
         for request, *_ in _rows(step):
             self._running.end_step(request)
             if request.status is not RequestStatus.ENDED:
                 events.append(_failure(request, error))
         return events
 
-    def _take_tokens(self, request: Request, result: RowResult | None) -> RequestEvent:
+    def _take_tokens(self, request: Request, result: RowResult | None) -> RequestUpdate:
         """Append the sampled token and forced ones, up to one that ends the request.
 
         The event is final if one does.
@@ -101,7 +101,7 @@ class ResultReader:
             reason = FinishReason.STOP
         is_end = token_id in self._eos_token_ids or token_id in request.sampling.stop_token_ids
         stop_token_id = token_id if is_end and reason is FinishReason.STOP else None
-        return RequestEvent(
+        return RequestUpdate(
             request.request_id,
             result.token_ids[:num_tokens],
             result.logprobs,
@@ -151,9 +151,9 @@ def _roll_back(request: Request, start: int, later_steps: Iterable[InFlightStep]
     request.num_computed_tokens = start  # a preempted one starts from 0 when it runs again
 
 
-def _failure(request: Request, error: str, kind: str | None = None) -> RequestEvent:
+def _failure(request: Request, error: str, kind: str | None = None) -> RequestUpdate:
     """Return the final event of a request with a failed row."""
-    return RequestEvent(
+    return RequestUpdate(
         request.request_id,
         finish_reason=FinishReason.ERROR,
         error_kind=kind or "StepFailedError",

@@ -28,7 +28,7 @@ from .admission import Admission
 from .cold import ColdStarts
 from .continuation import Continuation
 from .decode_gap import DecodeGap
-from .events import FinishReason, RequestEvent, SchedulerCounters
+from .events import FinishReason, RequestUpdate, SchedulerCounters
 from .limits import SchedulerConfig, check_pin, max_total_tokens
 from .policy import PolicyWithLimits, SchedulerPolicy
 from .predictor import HistoryPredictor, OutputPredictor
@@ -146,15 +146,15 @@ class Scheduler:
         self._queue_time.arrived(request)
         self._enqueue(request, now_s)
 
-    def abort(self, request_id: RequestId, now_s: float) -> RequestEvent | None:
+    def abort(self, request_id: RequestId, now_s: float) -> RequestUpdate | None:
         """Abort a request. Return its last event; None if the request is unknown or has ended."""
         request = self._requests.get(request_id)
         if request is None:
             return None
-        event = RequestEvent(request_id, finish_reason=FinishReason.ABORT)
+        event = RequestUpdate(request_id, finish_reason=FinishReason.ABORT)
         return self._finish_events([event], now_s)[0]
 
-    def end_overdue(self, now_s: float) -> list[RequestEvent]:
+    def end_overdue(self, now_s: float) -> list[RequestUpdate]:
         """End requests that have waited longer than ``max_queue_s`` to begin."""
         overdue = list(self._queue_time.take_overdue(now_s))
         if not overdue:
@@ -205,7 +205,7 @@ class Scheduler:
         self._in_flight[step.plan.step_id] = step
         return step.plan
 
-    def update(self, result: Result, now_s: float) -> list[RequestEvent]:
+    def update(self, result: Result, now_s: float) -> list[RequestUpdate]:
         """Apply a result. Return events of new tokens and ended requests."""
         if isinstance(result, TransferResult):
             return self._end_transfer(result, now_s)
@@ -229,7 +229,7 @@ class Scheduler:
         events = self._results.apply(step, result.rows, self._in_flight.values(), now_s)
         return self._finish_events(events, now_s)
 
-    def fail_step(self, step_id: StepId, error: str, now_s: float) -> list[RequestEvent]:
+    def fail_step(self, step_id: StepId, error: str, now_s: float) -> list[RequestUpdate]:
         """Abandon a step that will not return. Its requests end with ``error``."""
         step = self._in_flight.pop(step_id, None)
         if step is None:
@@ -288,7 +288,7 @@ class Scheduler:
         self.waiting.add(request)
         self._policy.add(request, now_s)
 
-    def _finish_events(self, events: list[RequestEvent], now_s: float) -> list[RequestEvent]:
+    def _finish_events(self, events: list[RequestUpdate], now_s: float) -> list[RequestUpdate]:
         events = [self._complete(event, now_s) for event in events]
         for event in events:
             if event.finish_reason is not None:
@@ -312,7 +312,7 @@ class Scheduler:
         if request.is_announced:
             self._ended_requests.append(request.request_id)
 
-    def _complete(self, event: RequestEvent, now_s: float) -> RequestEvent:
+    def _complete(self, event: RequestUpdate, now_s: float) -> RequestUpdate:
         """Add timing and cache hits to events with the first token, and totals to final events."""
         request = self._requests[event.request_id]
         # All of its output tokens are in this event.
@@ -333,7 +333,7 @@ class Scheduler:
             cold_start=self.cold_starts.on_first_token(event.request_id, now_s),
         )
 
-    def _end_transfer(self, result: TransferResult, now_s: float) -> list[RequestEvent]:
+    def _end_transfer(self, result: TransferResult, now_s: float) -> list[RequestUpdate]:
         """Apply the end of a transfer. A failed load fails all requests of the adapter."""
         transfer = self.memory.end_transfer(result, now_s)
         if not isinstance(transfer, OpenLoad):
@@ -354,6 +354,6 @@ class Scheduler:
         return self._finish_events(events, now_s)
 
 
-def _error_event(request_id: RequestId, kind: str, error: str) -> RequestEvent:
+def _error_event(request_id: RequestId, kind: str, error: str) -> RequestUpdate:
     """Return the final event of a request that failed."""
-    return RequestEvent(request_id, finish_reason=FinishReason.ERROR, error_kind=kind, error=error)
+    return RequestUpdate(request_id, finish_reason=FinishReason.ERROR, error_kind=kind, error=error)

@@ -16,7 +16,7 @@ from .step_times import StepTimes
 
 _Shares = tuple[tuple[TimePart, float], ...]  # of the current time; their sum is 1
 
-_WORDS = {
+_WORDS: Mapping[str, str] = {
     TimePart.ORDER: "other requests to go first",
     TimePart.POLICY_LIMIT: "a limit of the scheduling policy",
     TimePart.KV_MEMORY: "KV memory",
@@ -58,8 +58,8 @@ class _Timeline:
     shares: _Shares = ((TimePart.ORDER, 1.0),)
     warm_s: float | None = None  # time of the current step if the adapter were on the device
     cpu_wait_s: float = 0.0  # since ``since_s``
-    parts: dict[TimePart, float] = field(default_factory=dict)
-    num_in_the_way: dict[TimePart, int] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    num_in_the_way: dict[str, int] = field(default_factory=dict)
 
     def waits(self, part: TimePart, now_s: float) -> None:
         if self.shares[0][0] is not part:
@@ -88,7 +88,7 @@ class Timelines:
 
     def __init__(self, times: StepTimes | None = None) -> None:
         """``times``: predicts steps as if all requests were warm; None = no ``COLD_WAIT``."""
-        self.total_s: dict[TimePart, float] = {}  # of all closed timelines
+        self.total_s: dict[str, float] = {}  # of all closed timelines
         self._times = times
         self._open: dict[RequestId, _Timeline] = {}
         self._running: dict[RequestId, _Timeline] = {}  # the open ones of running requests

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from ...profiles.link import Direction
 from ..cluster.policy.reports import RouteRequest, ServerId, ServerReport
-from ..engine.messages import EngineStats, RequestUpdate
+from ..engine.messages import EngineStats
 from ..engine.stats import OpenWork
 from ..errors import RequestError
 from ..plan import AdapterId, AdapterTransfer
 from ..request import RequestStatus
+from ..scheduler.events import RequestUpdate
 from .clock import VirtualClock
 from .engine import SimulatedParts, SimulationOptions, build_simulated_parts, request_of
 from .machines import SimulatedMachine

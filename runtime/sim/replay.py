@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from ...profiles.link import Direction, LinkStats
 from ..engine.core import EngineCore
-from ..engine.messages import AddRequest, EngineStats, RequestUpdate
+from ..engine.messages import AddRequest, EngineStats
 from ..errors import EngineDeadError, RequestError
+from ..scheduler.events import RequestUpdate
 
 # Far more than any step or load takes: an engine without output for this long is stuck.
 _SILENCE_LIMIT_S = 600.0

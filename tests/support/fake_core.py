@@ -28,8 +28,6 @@ from corun.runtime.engine.messages import (
     PinAdapter,
     ReadAdapter,
     RemoveAdapter,
-    RequestTiming,
-    RequestUpdate,
     TokenizerSpec,
 )
 from corun.runtime.engine_state import Residency
@@ -41,8 +39,9 @@ from corun.runtime.errors import (
     RequestError,
     UnknownModelError,
 )
-from corun.runtime.plan import TokenLogprobs
+from corun.runtime.plan import RequestId, TokenLogprobs
 from corun.runtime.sampling import StructuredOutput
+from corun.runtime.scheduler.events import RequestUpdate, TimeParts
 from corun.runtime.scheduler.step_times import LearnedTimes
 
 FACTORY = "support.fake_core:build"
@@ -52,7 +51,7 @@ VOCAB_SIZE = 260  # two more than the tokenizer knows: models pad their vocabula
 MAX_MODEL_LEN = 4096
 
 MACHINE = MachineReport(LearnedTimes(1).machine_model(), 1e8, 64, is_measured=False)
-TIMING = RequestTiming({"kv_memory": 0.5}, 7)  # of requests that are aborted or fail
+TIMING = TimeParts({"kv_memory": 0.5}, {}, 7)  # of requests that are aborted or fail
 SILENT = "SILENT"  # the request never gets a token
 CRASH = "CRASH"  # the next step raises: the engine ends
 DIE = "DIE"  # the next step finds its device lost, and so does closing the engine
@@ -131,7 +130,9 @@ class FakeCore:
         for request_id in request_ids:
             if self._open.pop(request_id, None) is not None:
                 self._updates.append(
-                    RequestUpdate(request_id, finish_reason="abort", num_preemptions=3, timing=TIMING)
+                    RequestUpdate(
+                        RequestId(request_id), finish_reason="abort", num_preemptions=3, timing=TIMING
+                    )
                 )
 
     def step(self) -> list[RequestUpdate]:
@@ -182,7 +183,7 @@ class FakeCore:
         if text.startswith(FAIL):
             del self._open[request.request_id]
             return RequestUpdate(
-                request.request_id,
+                RequestId(request.request_id),
                 finish_reason="error",
                 timing=TIMING,
                 error_kind="StepFailedError",
@@ -194,7 +195,7 @@ class FakeCore:
         if reason is not None:
             del self._open[request.request_id]
         return RequestUpdate(
-            request.request_id,
+            RequestId(request.request_id),
             (token_id,),
             self._logprobs(request, token_id),
             reason,

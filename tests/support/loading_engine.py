@@ -50,7 +50,7 @@ from corun.runtime.plan import (
 )
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
-from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.events import RequestUpdate
 from support.architectures import make_model
 from support.host_adapters import copied
 from support.peft_adapters import load_with_peft, save_adapter
@@ -410,7 +410,7 @@ class LoadingEngine:
             self.scheduler.drop_adapter(adapter_id)
             self._retired.remove(adapter_id)
 
-    def _note(self, events: Sequence[RequestEvent]) -> None:
+    def _note(self, events: Sequence[RequestUpdate]) -> None:
         for event in events:
             assert event.request_id in self.live
             if event.finish_reason is not None:

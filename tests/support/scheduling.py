@@ -14,7 +14,7 @@ from corun.runtime.plan import BASE_ADAPTER, AdapterId, AdapterTransfer, Request
 from corun.runtime.request import Request, RequestStatus
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdStarts
-from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.events import RequestUpdate
 from corun.runtime.scheduler.limits import SchedulerConfig
 from corun.runtime.scheduler.policy import PolicyFacts, SchedulerPolicy
 from corun.runtime.scheduler.predictor import OutputPredictor
@@ -205,9 +205,9 @@ def make_executor(scheduler: Scheduler, *, is_automatic: bool = True) -> FakeExe
 
 def run_to_end(
     scheduler: Scheduler, executor: FakeExecutor, *, depth: int = 1, max_turns: int = 10_000
-) -> list[RequestEvent]:
+) -> list[RequestUpdate]:
     """Turn the loop until nothing is left to do; everything is checked after every turn."""
-    events: list[RequestEvent] = []
+    events: list[RequestUpdate] = []
     for turn in range(max_turns):
         if not scheduler.has_work():
             return events
@@ -223,15 +223,14 @@ def run_to_end(
     raise AssertionError(f"not finished after {max_turns} turns")
 
 
-def outputs_of(events: Iterable[RequestEvent]) -> dict[int, tuple[list[int], str | None]]:
+def outputs_of(events: Iterable[RequestUpdate]) -> dict[int, tuple[list[int], str | None]]:
     """Token ids and finish reason of every request; asserts that each ends once, at the end."""
     outputs: dict[int, tuple[list[int], str | None]] = {}
     for event in events:
         token_ids, reason = outputs.setdefault(event.request_id, ([], None))
         assert reason is None, f"request {event.request_id} goes on after its end"
         token_ids.extend(event.token_ids)
-        finish_reason = None if event.finish_reason is None else event.finish_reason.value
-        outputs[event.request_id] = (token_ids, finish_reason)
+        outputs[event.request_id] = (token_ids, event.finish_reason)
     return outputs
 
 

@@ -16,13 +16,13 @@ from corun.runtime.engine.messages import (
     AddRequests,
     EngineStats,
     FromEngine,
-    RequestUpdate,
     Shutdown,
     StepOutputs,
     ToEngine,
 )
-from corun.runtime.plan import TokenLogprobs
+from corun.runtime.plan import RequestId, TokenLogprobs
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.events import RequestUpdate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,7 +62,7 @@ def test_messages_arrive_equal_and_in_order(pair: tuple[socket.socket, socket.so
 def test_step_outputs_keep_their_types(pair: tuple[socket.socket, socket.socket]) -> None:
     logprobs = (TokenLogprobs(-0.25, 1, (3, 4), (-0.25, -2.0)),)
     message = StepOutputs(
-        (RequestUpdate(1, (3,), logprobs), RequestUpdate(2, finish_reason="stop")),
+        (RequestUpdate(RequestId(1), (3,), logprobs), RequestUpdate(RequestId(2), finish_reason="stop")),
         stats=EngineStats(running_adapters=("a",)),
     )
     Channel[ToEngine](pair[0], ToEngine).send(message)

@@ -14,17 +14,11 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine import channel_client
 from corun.runtime.engine.channel_client import ChannelClient
 from corun.runtime.engine.client import ProcessClient, ThreadClient
-from corun.runtime.engine.messages import (
-    AbortRequests,
-    AddRequest,
-    AddRequests,
-    FromEngine,
-    RequestUpdate,
-    StepOutputs,
-)
+from corun.runtime.engine.messages import AbortRequests, AddRequest, AddRequests, FromEngine, StepOutputs
 from corun.runtime.engine.spawn import spawn_engine
 from corun.runtime.errors import EngineDeadError, ModelError
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.events import RequestUpdate
 from support import fake_core
 from support.fake_core import EOS_ID, FACTORY
 from support.processes import running_below

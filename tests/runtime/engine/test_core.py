@@ -12,7 +12,7 @@ from corun.runtime.adapters.content import AdapterContent
 from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from corun.runtime.adapters.registry import AdapterRegistry
 from corun.runtime.engine.core import CoreConfig, EngineCore
-from corun.runtime.engine.messages import AddRequest, CpuWorkerStats, RequestUpdate
+from corun.runtime.engine.messages import AddRequest, CpuWorkerStats
 from corun.runtime.engine.stats import CpuStats
 from corun.runtime.errors import AdapterChangedError, EngineDeadError, RequestError, UnknownModelError
 from corun.runtime.memory.grant import Verdict
@@ -21,6 +21,7 @@ from corun.runtime.plan import AdapterId, Outcome, StepId, StepPlan, WorkersChan
 from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdStarts, StepRows
+from corun.runtime.scheduler.events import RequestUpdate
 from corun.runtime.scheduler.keyed import FcfsPolicy
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import Guess, make_executor, make_memory, make_scheduler, policy_facts

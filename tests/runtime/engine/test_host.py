@@ -14,11 +14,11 @@ from corun.runtime.engine.messages import (
     RemoveAdapter,
     ReportMachine,
     ReportStats,
-    RequestUpdate,
     StepOutputs,
 )
 from corun.runtime.errors import EngineDeadError, RequestError
 from corun.runtime.sampling import SamplingParams, StructuredOutput
+from corun.runtime.scheduler.events import RequestUpdate
 from support import fake_core
 from support.fake_core import MACHINE, FakeAssembly
 

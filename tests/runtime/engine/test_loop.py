@@ -11,7 +11,8 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.channel import Channel
 from corun.runtime.engine.heartbeat import Heartbeat, LoopActivity
 from corun.runtime.engine.loop import EngineLoop
-from corun.runtime.engine.messages import FromEngine, RequestUpdate, Shutdown, ToEngine
+from corun.runtime.engine.messages import FromEngine, Shutdown, ToEngine
+from corun.runtime.scheduler.events import RequestUpdate
 from support.fake_core import FakeAssembly, FakeCore
 
 _PATIENCE_S = 10.0  # before a loop that sleeps for ever is ended

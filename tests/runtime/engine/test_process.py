@@ -100,7 +100,7 @@ def test_a_whole_life(child: Child) -> None:
     assert progress == StartupProgress("pretending to load")
     assert ready == Ready(model_info("fake"), (), MACHINE)
     updates = [one for step in rest if isinstance(step, StepOutputs) for one in step.updates]
-    final = {one.request_id: one for one in updates if one.finish_reason is not None}
+    final = {int(one.request_id): one for one in updates if one.finish_reason is not None}
     assert final.keys() == {4, 5}
     assert final[5].error_kind == "EngineDeadError"
     assert child.status() == 0

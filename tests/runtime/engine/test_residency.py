@@ -15,18 +15,13 @@ from corun.runtime.adapters.resolved import AdapterPath
 from corun.runtime.engine.adapter_manager import AdapterManager
 from corun.runtime.engine.adapter_reading import MakeRoom
 from corun.runtime.engine.core import CoreConfig, EngineCore
-from corun.runtime.engine.messages import (
-    AdaptersChanged,
-    AddRequest,
-    PinAdapter,
-    RemoveAdapter,
-    RequestUpdate,
-)
+from corun.runtime.engine.messages import AdaptersChanged, AddRequest, PinAdapter, RemoveAdapter
 from corun.runtime.errors import RequestError
 from corun.runtime.frontend.inputs import LoraDirectory
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterTransfer, HostPlaceId, KvTransfer
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.events import RequestUpdate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.scheduling import make_executor, make_memory, make_scheduler

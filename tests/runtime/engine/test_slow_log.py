@@ -5,7 +5,7 @@ from corun.runtime.engine.core import SlowLog
 from corun.runtime.engine.messages import AddRequest
 from corun.runtime.plan import RequestId
 from corun.runtime.sampling import SamplingParams
-from corun.runtime.scheduler.events import FinishReason, RequestEvent, TimePart, TimeParts
+from corun.runtime.scheduler.events import FinishReason, RequestUpdate, TimePart, TimeParts
 
 
 def waited(seconds: float) -> TimeParts:
@@ -21,10 +21,10 @@ def test_who_is_slow_is_explained_once(caplog: pytest.LogCaptureFixture) -> None
     log.begin(asked(1, "cmpl-1", "tails"))
     log.begin(asked(2))
     log.begin(asked(3))
-    log.record(RequestEvent(RequestId(1), (7,), timing=waited(1.8)))
-    log.record(RequestEvent(RequestId(1), (8,), finish_reason=FinishReason.LENGTH))
-    log.record(RequestEvent(RequestId(2), (7,), timing=waited(1.5)))
-    log.record(RequestEvent(RequestId(3), finish_reason=FinishReason.ABORT, timing=waited(30.0)))
+    log.record(RequestUpdate(RequestId(1), (7,), timing=waited(1.8)))
+    log.record(RequestUpdate(RequestId(1), (8,), finish_reason=FinishReason.LENGTH))
+    log.record(RequestUpdate(RequestId(2), (7,), timing=waited(1.5)))
+    log.record(RequestUpdate(RequestId(3), finish_reason=FinishReason.ABORT, timing=waited(30.0)))
     assert caplog.messages == [
         "request cmpl-1 for tails had its first token after 1.8 s: "
         "waited 1.8 s for KV memory, which 41 running requests held",
@@ -36,5 +36,5 @@ def test_who_is_slow_is_explained_once(caplog: pytest.LogCaptureFixture) -> None
 def test_nobody_is_explained_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     log = SlowLog(None)
     log.begin(asked(1))
-    log.record(RequestEvent(RequestId(1), (7,), timing=waited(1000.0)))
+    log.record(RequestUpdate(RequestId(1), (7,), timing=waited(1000.0)))
     assert not caplog.messages

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from corun.runtime.adapters.vocabulary import AddedToken as AddedAdapterToken
 from corun.runtime.adapters.vocabulary import TokenDifferences
-from corun.runtime.engine.messages import RequestUpdate
 from corun.runtime.engine.tokenizer import load_tokenizer
 from corun.runtime.frontend.adapter_conventions import with_added
 from corun.runtime.frontend.codec import Codec, codec_from_spec, codec_of
 from corun.runtime.frontend.generation import Choice
 from corun.runtime.frontend.tokenizer import Tokenizer
+from corun.runtime.plan import RequestId
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.events import RequestUpdate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.tokenizers import SAMPLE_KINDS, save_sample_tokenizer
@@ -70,7 +71,7 @@ class Shown:
             reason = "length" if position == len(tokens) - 1 else None
             is_end = token_id == end_id
             update = RequestUpdate(
-                0,
+                RequestId(0),
                 (token_id,),
                 finish_reason="stop" if is_end else reason,
                 stop_token_id=token_id if is_end else None,
@@ -318,7 +319,7 @@ def test_a_blank_that_the_decoder_drops_from_the_first_text(tmp_path: Path, kind
     for stop in (f"{end}{written}", f"{written}{end}", f"{end} hello"):
         answer = [end_id, *words, end_id]
         choice = Choice(0, tokenizer, [end_id] * 9, SamplingParams(max_tokens=99, stop=(stop,)))
-        choice.update(RequestUpdate(0, tuple(answer), finish_reason="length"))
+        choice.update(RequestUpdate(RequestId(0), tuple(answer), finish_reason="length"))
         is_there = stop in f"{end}{written}{end}"
         expected = ("", "stop", stop) if is_there else (written.lstrip(), "length", None)
         output = choice.output()

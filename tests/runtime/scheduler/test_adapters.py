@@ -10,7 +10,7 @@ from corun.runtime.memory.grant import Verdict
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import AdapterId, StepPlan, TransferResult
 from corun.runtime.request import Request
-from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.events import RequestUpdate
 from corun.runtime.scheduler.keyed import FcfsPolicy
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor
@@ -43,12 +43,12 @@ def loaded_by(plan: StepPlan) -> list[int]:
     return [load.adapter_id for load in loads_of(plan)]
 
 
-def end_step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestEvent]:
+def end_step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestUpdate]:
     executor.finish_step()
     return [event for result in executor.poll() for event in scheduler.update(result, 0.0)]
 
 
-def end_transfers(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestEvent]:
+def end_transfers(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestUpdate]:
     for transfer_id in list(executor.transfers):
         executor.finish_transfer(transfer_id)
     return [event for result in executor.poll() for event in scheduler.update(result, 0.0)]

@@ -7,7 +7,7 @@ from corun.runtime.errors import ConfigError, OverloadedError, RequestError
 from corun.runtime.plan import AdapterId, RequestId
 from corun.runtime.request import Request
 from corun.runtime.sampling import StructuredOutput
-from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.events import RequestUpdate
 from corun.runtime.scheduler.limits import SchedulerConfig
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
@@ -31,7 +31,7 @@ def add_all(scheduler: Scheduler, requests: list[Request]) -> None:
         scheduler.add_request(request, request.arrival_s)
 
 
-def turn(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestEvent]:
+def turn(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestUpdate]:
     plan = scheduler.schedule(0.0)
     assert plan is not None
     executor.submit(plan)
@@ -88,7 +88,7 @@ class TestEnds:
         options: dict[str, Any] = {"prompt": (7, 8, 9, 10), "max_tokens": 12, "min_tokens": 12}
         structured = StructuredOutput("regex", "a")
         add_all(scheduler, [make_request(1, structured_output=structured, **options)])
-        events: list[RequestEvent] = []
+        events: list[RequestUpdate] = []
         while scheduler.has_work():
             events += turn(scheduler, executor)
         assert [len(event.token_ids) for event in events] == [7, 4, 1]

@@ -9,7 +9,7 @@ from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.kv_tree import KvNode
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, KvTransfer, StepPlan
 from corun.runtime.request import Request, RequestStatus
-from corun.runtime.scheduler.events import FinishReason, RequestEvent
+from corun.runtime.scheduler.events import FinishReason, RequestUpdate
 from support.fake_executor import expected_output
 from support.scheduling import (
     BLOCK_SIZE,
@@ -40,7 +40,7 @@ class Engine:
         )
         self.scheduler = make_scheduler(memory=self.memory, max_num_batched_tokens=64)
         self.executor = make_executor(self.scheduler)
-        self.events: list[RequestEvent] = []
+        self.events: list[RequestUpdate] = []
         self.adapter = AdapterId(adapter)
         self._next_id = 1
         first = self.ask(max_tokens=1)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from corun.runtime.plan import Outcome, RequestId, RowResult, StepId, StepResult
 from corun.runtime.request import Request
-from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.events import RequestUpdate
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, expected_output
 from support.scheduling import (
@@ -27,7 +27,7 @@ def add_all(scheduler: Scheduler, requests: list[Request]) -> None:
         scheduler.add_request(request, request.arrival_s)
 
 
-def turn(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestEvent]:
+def turn(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestUpdate]:
     plan = scheduler.schedule(0.0)
     assert plan is not None
     executor.submit(plan)

@@ -3,7 +3,7 @@
 import pytest
 from corun.runtime.plan import RequestId
 from corun.runtime.request import Request, RequestStatus
-from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.events import RequestUpdate
 from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.step_draft import MAX_SCORED_TOKENS
 from support.fake_executor import FakeExecutor, expected_output
@@ -27,7 +27,7 @@ def add_all(scheduler: Scheduler, requests: list[Request]) -> None:
         scheduler.add_request(request, request.arrival_s)
 
 
-def turn(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestEvent]:
+def turn(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestUpdate]:
     plan = scheduler.schedule(0.0)
     assert plan is not None
     executor.submit(plan)

@@ -17,7 +17,7 @@ from corun.runtime.memory.relief import MemoryRoom
 from corun.runtime.plan import AdapterId, AdapterTransfer, Outcome, RequestId, StepPlan, SubBatchKind
 from corun.runtime.request import Request
 from corun.runtime.sampling import StructuredOutput
-from corun.runtime.scheduler.events import RequestEvent
+from corun.runtime.scheduler.events import RequestUpdate
 from corun.runtime.scheduler.policy import PolicyWithLimits
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES, make_policy
 from corun.runtime.scheduler.step_times import ProfiledTimes
@@ -175,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.outcomes: list[Outcome] = []  # of the next rows
         self.requests: dict[RequestId, Request] = {}
         self.outputs: dict[RequestId, list[int]] = {}
-        self.ended: dict[RequestId, RequestEvent] = {}
+        self.ended: dict[RequestId, RequestUpdate] = {}
         self.versions = [AdapterId(number) for number in range(NUM_ADAPTERS + 1)]  # newest ones
         self.dropped: set[AdapterId] = set()
         self.failing_adapters: set[AdapterId] = set()
@@ -404,7 +404,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for result in self.executor.poll():
             self.take(self.scheduler.update(result, self.now_s))
 
-    def take(self, events: list[RequestEvent]) -> None:
+    def take(self, events: list[RequestUpdate]) -> None:
         for event in events:
             assert event.request_id not in self.ended, "an event after its end"
             self.outputs[event.request_id].extend(event.token_ids)
@@ -412,7 +412,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.ended[event.request_id] = event
                 self.check_output(self.requests[event.request_id], event)
 
-    def check_output(self, request: Request, event: RequestEvent) -> None:
+    def check_output(self, request: Request, event: RequestUpdate) -> None:
         expected, reason = expected_output(
             request.prompt_token_ids,
             request.sampling,

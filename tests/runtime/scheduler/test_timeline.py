@@ -6,7 +6,7 @@ import pytest
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
-from corun.runtime.scheduler.events import PreemptionCause, RequestEvent, TimePart, TimeParts
+from corun.runtime.scheduler.events import PreemptionCause, RequestUpdate, TimePart, TimeParts
 from corun.runtime.scheduler.keyed import FcfsPolicy
 from corun.runtime.scheduler.step_times import LearnedTimes
 from corun.runtime.scheduler.timeline import Timelines, describe
@@ -27,10 +27,10 @@ def running(timelines: Timelines, number: int, num_tokens: int = 8) -> Request:
     return request
 
 
-def end(timelines: Timelines, request: Request, now_s: float) -> dict[TimePart, float]:
+def end(timelines: Timelines, request: Request, now_s: float) -> dict[str, float]:
     parts = timelines.end(request.request_id, now_s)
     assert parts is not None and timelines.end(request.request_id, now_s) is None
-    return dict(parts.parts)
+    return parts.parts
 
 
 def test_a_request_that_nobody_looks_at_waits_for_what_it_was_last_told() -> None:
@@ -113,7 +113,7 @@ def test_what_a_cold_step_takes_beyond_a_warm_one_is_for_the_adapter() -> None:
 
 
 def test_the_two_largest_parts_are_said_in_words() -> None:
-    parts = {TimePart.ORDER: 0.1, TimePart.KV_MEMORY: 1.8, TimePart.COMPUTE: 0.25}
+    parts: dict[str, float] = {TimePart.ORDER: 0.1, TimePart.KV_MEMORY: 1.8, TimePart.COMPUTE: 0.25}
     assert describe(TimeParts(parts, {TimePart.KV_MEMORY: 41}, 9)) == (
         "waited 1.8 s for KV memory, which 41 running requests held and 0.25 s for its own tokens "
         "to be computed"
@@ -136,7 +136,7 @@ def test_a_squashed_request_says_so_and_what_it_lost() -> None:
     scheduler = make_scheduler(policy=Squashing(policy_facts()), max_num_batched_tokens=4)
     executor = make_executor(scheduler)
     scheduler.add_request(make_request(1, prompt=(1,) * 8, max_tokens=2), 0.0)
-    told: list[RequestEvent] = []
+    told: list[RequestUpdate] = []
     now_s = 0.0
     while scheduler.has_work():
         plan = scheduler.schedule(now_s)

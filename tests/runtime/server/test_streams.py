@@ -19,7 +19,6 @@ from corun.runtime.engine.messages import (
     AbortRequests,
     AddRequests,
     Ready,
-    RequestUpdate,
     StepOutputs,
     ToEngine,
     TokenizerSpec,
@@ -28,6 +27,8 @@ from corun.runtime.frontend.async_engine import AsyncEngine
 from corun.runtime.frontend.detokenizer import Decoder, WindowStream
 from corun.runtime.frontend.special_stops import SpecialTokens
 from corun.runtime.frontend.tokenizer import Tokenizer
+from corun.runtime.plan import RequestId
+from corun.runtime.scheduler.events import RequestUpdate
 from corun.runtime.server.app import build_app
 from corun.runtime.server.settings import AppSettings
 from corun.runtime.server.state import make_state
@@ -78,7 +79,7 @@ class PlayedClient:
         """Send ``text`` to every open request, a token per character, in one message."""
         assert self._tell is not None
         tokens = tuple(map(ord, text))
-        updates = [RequestUpdate(key, tokens, finish_reason=reason) for key in self.open_ids]
+        updates = [RequestUpdate(RequestId(key), tokens, finish_reason=reason) for key in self.open_ids]
         if reason is not None:
             self.open_ids = []
         self._tell(StepOutputs(tuple(updates)))

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from corun.runtime.engine.messages import AddRequest, RequestUpdate
-from corun.runtime.scheduler.events import TimePart
+from corun.runtime.engine.messages import AddRequest
+from corun.runtime.scheduler.events import RequestUpdate, TimePart
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
 from corun.runtime.sim.clock import VirtualClock
 from corun.runtime.sim.engine import SimulationOptions, build_simulated_engine, requests_of
