@@ -1,8 +1,10 @@
 """One recipe at one rate under one policy, on virtual time, and its results."""
 
+import itertools
 import random
 import zlib
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,12 +12,14 @@ from pathlib import Path
 from corun.runtime.coldstart.planner import BY_PRICE, PlannerConfig
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.config.engine import EngineConfig
+from corun.runtime.errors import ConfigError
 from corun.runtime.memory.make import MakeMemoryPolicy
 from corun.runtime.memory.papers.libra import PARTS
 from corun.runtime.memory.policies.corun import CorunMemoryPolicy
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES
 from corun.runtime.plan import RequestId
-from corun.runtime.scheduler.predictor import HistoryPredictor, OraclePredictor, OutputPredictor
+from corun.runtime.request import Request
+from corun.runtime.scheduler.predictor import HistoryPredictor, OutputPredictor
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
 from corun.runtime.sim import configure
 from corun.runtime.sim.engine import SimulationOptions, simulate
@@ -37,6 +41,7 @@ SPLIT = "static-split"
 _SPLIT_SHARE = 0.2  # of memory, for adapters
 PAGES = "-pages"  # ends the name of a machine that is to have pages as on CUDA
 ACCURACY = 0.8  # of the oracle
+_NUM_BUCKETS = 5  # of the oracle
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +165,46 @@ def predictor_of(cell: Cell, output_tokens: Mapping[RequestId, int]) -> OutputPr
     if cell.accuracy is None:
         return HistoryPredictor()
     return OraclePredictor(output_tokens, cell.accuracy, random.Random(cell.seed))
+
+
+class OraclePredictor:
+    """Predicts from the true lengths, with a given accuracy.
+
+    Lengths are divided into five buckets of equally many requests. ``accuracy`` is the probability
+    of the right bucket; a wrong one is a neighbour. The prediction is the mean of the bucket.
+
+    Source: the buckets are those of uServe's proxy model (Chameleon, section 4.2), where accuracy
+    is not defined.
+    """
+
+    def __init__(self, output_tokens: Mapping[RequestId, int], accuracy: float, rng: random.Random) -> None:
+        """``output_tokens``: of all requests to come. Raises ``ConfigError``."""
+        if not 0.0 <= accuracy <= 1.0:
+            raise ConfigError(f"the accuracy of the oracle is {accuracy}, must be from 0 to 1")
+        self._output_tokens = output_tokens
+        self._accuracy = accuracy
+        self._rng = rng
+        self._buckets = _buckets(sorted(output_tokens.values()))
+        self._uppers = [bucket[-1] for bucket in self._buckets[:-1]]
+
+    def predict(self, request: Request) -> int:
+        return self.predicted(request.request_id)
+
+    def predicted(self, request_id: RequestId) -> int:
+        """Return a prediction, drawn independently on each call."""
+        length = self._output_tokens[request_id]
+        index = bisect_left(self._uppers, length)
+        if self._rng.random() >= self._accuracy:
+            neighbours = [one for one in (index - 1, index + 1) if 0 <= one < len(self._buckets)]
+            index = self._rng.choice(neighbours or [index])
+        bucket = self._buckets[index]
+        return round(sum(bucket) / len(bucket))
+
+    def ended(self, request: Request) -> None:
+        """Do nothing."""
+
+
+def _buckets(lengths: Sequence[int]) -> list[Sequence[int]]:
+    """Divide sorted lengths into buckets of equal size; fewer buckets if there are few lengths."""
+    edges = sorted({len(lengths) * index // _NUM_BUCKETS for index in range(_NUM_BUCKETS + 1)})
+    return [lengths[start:end] for start, end in itertools.pairwise(edges)]

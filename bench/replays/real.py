@@ -36,7 +36,6 @@ from corun.runtime.engine.core import CoreConfig, EngineCore
 from corun.runtime.engine.messages import AddRequest
 from corun.runtime.plan import Executor, Outcome, RequestId, Result, RowResult, StepPlan, StepResult
 from corun.runtime.sampling import SamplingParams
-from corun.runtime.scheduler.predictor import OraclePredictor
 from corun.runtime.scheduler.step_times import ProfiledTimes
 from corun.runtime.sim.engine import adapter_name, requests_of
 from corun.runtime.sim.figures import Figures, figures_of
@@ -45,7 +44,7 @@ from corun.runtime.sim.replay import StepStats, replay
 from corun.runtime.sim.workloads import Workload, make_workload
 from models import ALL_TARGETS, ATTENTION_TARGETS, VOCAB_SIZE, save_adapter, save_model
 
-from replays.cells import Cell, options_of, predictor_of, workload_of
+from replays.cells import Cell, OraclePredictor, options_of, predictor_of, workload_of
 from replays.kept import PRODUCT
 from replays.quiet import measured_quietly
 

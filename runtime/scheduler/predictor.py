@@ -1,14 +1,11 @@
 """Predicts output lengths, for the reservations of admission and the order of policies. Pure."""
 
-import itertools
-import random
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import ConfigError
-from ..plan import AdapterId, RequestId
+from ..plan import AdapterId
 from ..request import Request
 
 Key = TypeVar("Key")
@@ -17,7 +14,6 @@ _MIN_ENDS = 20  # ended requests of an adapter before its own mean is used
 _WINDOW = 500  # newest ended requests that count
 _UNKNOWN_TOKENS = 256  # before any request has ended
 _MAX_KEYS = 8192  # whose means are kept; each version of an adapter is a key
-_NUM_BUCKETS = 5  # of the oracle
 
 
 class OutputPredictor(Protocol):
@@ -95,49 +91,6 @@ class LimitPredictor:
 
     def ended(self, request: Request) -> None:
         """Do nothing."""
-
-
-class OraclePredictor:
-    """Predicts from the true lengths, with a given accuracy.
-
-    Lengths are divided into five buckets of equally many requests. ``accuracy`` is the probability
-    of the right bucket; a wrong one is a neighbour. The prediction is the mean of the bucket.
-
-    Source: the buckets are those of uServe's proxy model (Chameleon, section 4.2), where accuracy
-    is not defined.
-    """
-
-    def __init__(self, output_tokens: Mapping[RequestId, int], accuracy: float, rng: random.Random) -> None:
-        """``output_tokens``: of all requests to come. Raises ``ConfigError``."""
-        if not 0.0 <= accuracy <= 1.0:
-            raise ConfigError(f"the accuracy of the oracle is {accuracy}, must be from 0 to 1")
-        self._output_tokens = output_tokens
-        self._accuracy = accuracy
-        self._rng = rng
-        self._buckets = _buckets(sorted(output_tokens.values()))
-        self._uppers = [bucket[-1] for bucket in self._buckets[:-1]]
-
-    def predict(self, request: Request) -> int:
-        return self.predicted(request.request_id)
-
-    def predicted(self, request_id: RequestId) -> int:
-        """Return a prediction, drawn independently on each call."""
-        length = self._output_tokens[request_id]
-        index = bisect_left(self._uppers, length)
-        if self._rng.random() >= self._accuracy:
-            neighbours = [one for one in (index - 1, index + 1) if 0 <= one < len(self._buckets)]
-            index = self._rng.choice(neighbours or [index])
-        bucket = self._buckets[index]
-        return round(sum(bucket) / len(bucket))
-
-    def ended(self, request: Request) -> None:
-        """Do nothing."""
-
-
-def _buckets(lengths: Sequence[int]) -> list[Sequence[int]]:
-    """Divide sorted lengths into buckets of equal size; fewer buckets if there are few lengths."""
-    edges = sorted({len(lengths) * index // _NUM_BUCKETS for index in range(_NUM_BUCKETS + 1)})
-    return [lengths[start:end] for start, end in itertools.pairwise(edges)]
 
 
 OUTPUT_PREDICTORS: Mapping[str, Callable[[], OutputPredictor]] = {
