@@ -9,7 +9,7 @@ import msgspec
 from ..adapters.conventions import NO_CONVENTIONS, AdapterConventions
 from ..adapters.info import LEVEL_ALIASES, LEVELS, AdapterInfo, DrainingVersion
 from ..engine_state import Residency
-from .errors import HttpError
+from .errors import InvalidValueError
 
 MAX_PAGE = 1000
 
@@ -36,15 +36,15 @@ def parse_page(query: Mapping[str, str]) -> Page:
     """Read ``limit``, ``after`` and ``level``; raises ``HttpError`` for an invalid value."""
     unknown = sorted(set(query) - {"limit", "after", "level"})
     if unknown:
-        raise _refused(unknown[0], f"unknown parameter {unknown[0]!r}; known: limit, after, level")
+        raise InvalidValueError(f"unknown parameter {unknown[0]!r}; known: limit, after, level", unknown[0])
     limit = query.get("limit", str(MAX_PAGE))
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
-        raise _refused("limit", f"limit is {limit!r}, expected 1 to {MAX_PAGE}")
+        raise InvalidValueError(f"limit is {limit!r}, expected 1 to {MAX_PAGE}", "limit")
     level = query.get("level")
     if level is not None:
         level = LEVEL_ALIASES.get(level, level)
         if level not in LEVELS:
-            raise _refused("level", f"unknown level {level!r}; choose one of {', '.join(LEVELS)}")
+            raise InvalidValueError(f"unknown level {level!r}; choose one of {', '.join(LEVELS)}", "level")
     return Page(int(limit), query.get("after"), level)
 
 
@@ -99,7 +99,3 @@ def _residency_json(residency: Residency) -> dict[str, Any]:
         for transition, (number, seconds) in residency.loads.items()
     }
     return fields
-
-
-def _refused(param: str, text: str) -> HttpError:
-    return HttpError(400, text, code="invalid_value", param=param)

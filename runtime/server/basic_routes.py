@@ -24,7 +24,7 @@ from ..limits import tokenize_limit
 from .answers import DetokenizedText, Health, ModelCard, ModelList, Readiness, Tokens, Version
 from .body import HeldBody, RequestModel, given, is_large, parse_body, read_body
 from .chat_messages import ConversationFields
-from .errors import HttpError, error_response
+from .errors import InvalidValueError, error_response
 from .fields import MESSAGE_FIELDS
 from .generation_request import check_ids
 from .message_schema import MessagesField
@@ -112,7 +112,7 @@ class BasicRoutes:
         body = await parse_body(TokenizeRequest, content, self._state.unknown_fields)
         target = await self._state.resolve(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise HttpError(400, "give either prompt or messages", code="invalid_value")
+            raise InvalidValueError("give either prompt or messages")
         conventions = await self._state.engine.conventions_of(target.adapter)
         tokenizer, limits = conventions.tokenizer, self._state.settings.limits
         if body.messages is None:

@@ -18,7 +18,7 @@ from .body import given, is_large, parse_body
 from .chat_messages import ConversationFields, ToolFields
 from .endpoint import GenerationEndpoint, OpenRecord
 from .engine_port import ConventionsPort
-from .errors import HttpError
+from .errors import InvalidValueError
 from .fields import MESSAGE_FIELDS
 from .generation_request import GenerationFields, ParsedRequest
 from .message_schema import MessagesField
@@ -55,11 +55,8 @@ class ChatRequest(GenerationFields, ConversationFields, ToolFields):
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
-            raise HttpError(
-                400,
-                f"top_logprobs is {self.top_logprobs} but logprobs is not true",
-                code="invalid_value",
-                param="top_logprobs",
+            raise InvalidValueError(
+                f"top_logprobs is {self.top_logprobs} but logprobs is not true", param="top_logprobs"
             )
         return None
 

@@ -13,7 +13,7 @@ from ..tools.call_format import arguments_schema
 from ..tools.offer import CallMode, Tools
 from .body import RequestModel, check_num_items, given
 from .engine_port import RendererPort
-from .errors import HttpError
+from .errors import HttpError, InvalidValueError
 from .json_values import show, wrong_type
 from .message_schema import MESSAGE_STRINGS, ROLES
 
@@ -88,10 +88,8 @@ class ConversationFields(RequestModel):
             raise NotServedError(f"{param} cannot be set by a request", param=param)
         is_continued = bool(self.continue_final_message)
         if is_continued and self.add_generation_prompt:
-            raise HttpError(
-                400,
+            raise InvalidValueError(
                 "continue_final_message and add_generation_prompt are both true; set only one of them",
-                code="invalid_value",
                 param="continue_final_message",
             )
         variables["continue_final_message"] = is_continued
@@ -169,11 +167,8 @@ def _message(value: object, path: str, max_json_items: int) -> dict[str, Any]:
 
 def _tool_calls(value: object, role: str, path: str, max_json_items: int) -> list[dict[str, Any]]:
     if role != "assistant":
-        raise HttpError(
-            400,
-            f"{path} is given for the role {role!r}; only assistant messages have it",
-            code="invalid_value",
-            param=path,
+        raise InvalidValueError(
+            f"{path} is given for the role {role!r}; only assistant messages have it", param=path
         )
     if not isinstance(value, list):
         raise wrong_type(path, value, "a list of calls")
@@ -334,7 +329,7 @@ class ToolFields(RequestModel):
         for index, one in enumerate(self._listed()):
             function = _function(one, f"tools[{index}]")
             if function["name"] in functions:
-                raise _invalid(f"tools has two functions named {show(function['name'])}", "tools")
+                raise InvalidValueError(f"tools has two functions named {show(function['name'])}", "tools")
             functions[function["name"]] = function
         mode, names = self._choice(list(functions))
         if mode is None:
@@ -351,7 +346,7 @@ class ToolFields(RequestModel):
     def _listed(self) -> list[Any]:
         tools = self.tools or []
         if len(tools) > MAX_TOOLS:
-            raise _invalid(f"tools has {len(tools)} functions, at most {MAX_TOOLS}", "tools")
+            raise InvalidValueError(f"tools has {len(tools)} functions, at most {MAX_TOOLS}", "tools")
         return tools
 
     def _choice(self, names: list[str]) -> tuple[CallMode | None, list[str]]:
@@ -365,7 +360,7 @@ class ToolFields(RequestModel):
             if choice == "none" or (choice == "auto" and not names):
                 return None, []
             if not names:
-                raise _invalid('tool_choice is "required", but tools is empty', "tool_choice")
+                raise InvalidValueError('tool_choice is "required", but tools is empty', "tool_choice")
             return CallMode(choice), names
         if not isinstance(choice, dict):
             raise wrong_type("tool_choice", choice, wanted)
@@ -381,7 +376,7 @@ class ToolFields(RequestModel):
             raise wrong_type(f"{path}.mode", allowed["mode"], "auto or required")
         chosen = [_chosen(one, f"{path}.tools[{i}]", names) for i, one in enumerate(allowed["tools"])]
         if not chosen:
-            raise _invalid(f"{path}.tools is empty", f"{path}.tools")
+            raise InvalidValueError(f"{path}.tools is empty", f"{path}.tools")
         return CallMode(allowed.get("mode", "auto")), list(dict.fromkeys(chosen))
 
 
@@ -394,7 +389,9 @@ def _chosen(choice: object, path: str, names: list[str]) -> str:
     if not isinstance(name, str):
         raise wrong_type(f"{path}.function.name", name, "a string")
     if name not in names:
-        raise _invalid(f"{path} names the function {show(name)}, which is not in tools", "tool_choice")
+        raise InvalidValueError(
+            f"{path} names the function {show(name)}, which is not in tools", "tool_choice"
+        )
     return name
 
 
@@ -434,7 +431,3 @@ def _check_type(value: Mapping[str, Any], path: str) -> None:
         raise NotServedError(
             f'{path}.type is {show(value["type"])}, only "function" is served', param=f"{path}.type"
         )
-
-
-def _invalid(message: str, param: str) -> RequestError:
-    return HttpError(400, message, code="invalid_value", param=param)

@@ -92,6 +92,13 @@ class HttpError(RequestError):
         self.code = code
 
 
+class InvalidValueError(HttpError):
+    """A field has a value that is not served, or fields contradict each other."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(400, message, code="invalid_value", param=param)
+
+
 class ClientGoneError(Exception):
     """The client closed its connection: nothing would receive an answer."""
 

@@ -18,7 +18,7 @@ from ..sampling import SamplingParams, StructuredOutput
 from ..tools.reader import AnswerReader
 from .body import RequestModel, given
 from .engine_port import ConventionsPort
-from .errors import HttpError
+from .errors import InvalidValueError
 from .fields import ACCEPTED_STREAM_OPTIONS, FieldTable, RefusedField
 from .json_values import wrong_type
 from .responses import Envelope
@@ -327,12 +327,7 @@ class GenerationFields(StructureFields, SamplingFields):
     def check_stream_options(self) -> None:
         """Raise ``HttpError`` for stream options without a stream."""
         if self.stream_options is not None and not self.stream:
-            raise HttpError(
-                400,
-                "stream_options is given but stream is not true",
-                code="invalid_value",
-                param="stream_options",
-            )
+            raise InvalidValueError("stream_options is given but stream is not true", param="stream_options")
 
     @property
     def wants_stream_usage(self) -> bool:
@@ -390,11 +385,8 @@ class GenerationFields(StructureFields, SamplingFields):
         """Raise ``HttpError`` for scores of the prompt in a stream, which has no event for them."""
         name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo with logprobs"
         if self.stream and (self.prompt_logprobs is not None or has_echo):
-            raise HttpError(
-                400,
-                f"{name} is given but stream is true: streams do not show scores of prompts",
-                code="invalid_value",
-                param="stream",
+            raise InvalidValueError(
+                f"{name} is given but stream is true: streams do not show scores of prompts", param="stream"
             )
 
     def _biases(self) -> dict[int, float] | None:
@@ -409,10 +401,8 @@ class GenerationFields(StructureFields, SamplingFields):
         """Return the limit and the name under which the request gave it."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
-            raise HttpError(
-                400,
+            raise InvalidValueError(
                 f"max_tokens ({old}) and max_completion_tokens ({new}) differ; give one of them",
-                code="invalid_value",
                 param="max_completion_tokens",
             )
         return (old, "max_tokens") if new is None else (new, "max_completion_tokens")

@@ -1,5 +1,6 @@
 """Adapters over HTTP: the list, and loading and unloading where the options allow them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import Field
@@ -7,17 +8,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..adapters.allowed_dirs import allowed_path
-from ..adapters.info import AdapterInfo, num_fitting
+from ..adapters.info import num_fitting
 from ..adapters.names import check_adapter_name, unknown_name
 from ..engine.messages import EngineStats
 from ..errors import AdapterError, RequestError
 from ..frontend.outputs import LoRARequest
 from .adapter_listing import adapter_json, parse_page
 from .body import RequestModel, given, parse_body, read_body
-from .errors import HttpError
+from .errors import HttpError, InvalidValueError
 from .responses import json_response
-from .settings import STATS_TIMEOUT_S
-from .state import ServerState
+from .settings import STATS_TIMEOUT_S, AppSettings
+from .state import ServerState, is_listed
 
 _UNUSED_INT_ID = 1  # the name identifies an adapter
 
@@ -30,12 +31,34 @@ class LoadRequest(RequestModel):
     load_inplace: bool | None = given("Replace the version of a name that is loaded.")
     pinned: bool | None = given("Keep it on the device; default: unchanged.")
 
+    def directory(self) -> str:
+        """Return ``lora_path``. Raises ``HttpError`` without one."""
+        if not self.lora_path:
+            what = "missing" if self.lora_path is None else "empty"
+            raise InvalidValueError(f"lora_path is {what}", param="lora_path")
+        return self.lora_path
+
 
 class UnloadRequest(RequestModel):
     """The adapter to stop serving."""
 
     lora_name: str = Field(description="Name of the adapter; its running requests finish.")
     lora_int_id: int | None = given("Without effect.")
+
+
+async def read_change(
+    request: Request, settings: AppSettings, check_accepting: Callable[[], None], process: str
+) -> bytes:
+    """Read the body of a change of adapters. Raises ``HttpError`` if there may be none now."""
+    if not settings.allow_lora_updates:
+        raise HttpError(
+            403,
+            f"adapters cannot be changed over HTTP: the {process} runs without --admin-key and "
+            "without --allow-runtime-lora-updating",
+            code="lora_updates_not_allowed",
+        )
+    check_accepting()
+    return await read_body(request.scope, request.receive, settings.limits.max_body_bytes)
 
 
 class LoraRoutes:
@@ -80,10 +103,7 @@ class LoraRoutes:
         if body.lora_path is None and body.pinned is not None:
             await self._state.engine.pin_lora(body.lora_name, pinned=body.pinned)
             return self._done("pinned" if body.pinned else "unpinned", body.lora_name)
-        if not body.lora_path:
-            what = "missing" if body.lora_path is None else "empty"
-            raise HttpError(400, f"lora_path is {what}", code="invalid_value", param="lora_path")
-        path = await allowed_path(body.lora_path, self._state.settings.allowed_lora_dirs)
+        path = await allowed_path(body.directory(), self._state.settings.allowed_lora_dirs)
         await self._state.engine.add_lora(
             LoRARequest(body.lora_name, _UNUSED_INT_ID, path),
             reload=True,  # its files may have changed
@@ -107,16 +127,7 @@ class LoraRoutes:
         return await engine.refresh_stats(STATS_TIMEOUT_S)
 
     async def _read(self, request: Request) -> bytes:
-        if not self._state.settings.allow_lora_updates:
-            raise HttpError(
-                403,
-                "adapters cannot be changed over HTTP: the server runs without --admin-key and "
-                "without --allow-runtime-lora-updating",
-                code="lora_updates_not_allowed",
-            )
-        self._state.check_accepting()
-        limit = self._state.settings.limits.max_body_bytes
-        return await read_body(request.scope, request.receive, limit)
+        return await read_change(request, self._state.settings, self._state.check_accepting, "server")
 
     def _check_name(self, name: str) -> None:
         try:
@@ -124,17 +135,9 @@ class LoraRoutes:
         except AdapterError as error:
             raise RequestError(str(error), param="lora_name") from error
 
-    def _find(self, name: str) -> AdapterInfo | None:
-        found = [
-            adapter
-            for adapter in self._state.engine.list_loras()
-            if adapter.name == name and adapter.state in ("ready", "loading")
-        ]
-        return found[0] if found else None
-
     def _done(self, verb: str, name: str) -> Response:
-        adapter = self._find(name)
+        adapter = self._state.engine.loras.get(name)
         answer: dict[str, Any] = {"status": verb, "lora_name": name}
-        if adapter is not None:
+        if adapter is not None and is_listed(adapter):
             answer["adapter"] = adapter_json(adapter)
         return json_response(answer)

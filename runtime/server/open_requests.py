@@ -19,7 +19,7 @@ from typing import Any
 from starlette.types import Receive
 
 from ..engine_state import GATEWAY_HEADER, Accepted
-from .errors import ClientGoneError, HttpError
+from .errors import ClientGoneError, InvalidValueError
 
 HEADER = b"x-request-id"
 # A client's id must be safe in headers, logs and JSON.
@@ -189,10 +189,8 @@ class GatewayLedger:
             if name == _NUMBER_HEADER:
                 found = _NUMBER.fullmatch(value)
                 if found is None:
-                    raise HttpError(
-                        400,
+                    raise InvalidValueError(
                         f"{GATEWAY_HEADER} must be ID:N, N counted from 1, ID up to 64 of A-Z a-z 0-9 . _ -",
-                        code="invalid_value",
                         param=GATEWAY_HEADER,
                     )
                 return GatewayRequest(self, found[1].decode(), int(found[2]))

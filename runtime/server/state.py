@@ -10,7 +10,7 @@ from ..errors import EngineDeadError, EngineHungError
 from ..frontend.inputs import LoraDirectory
 from .body import BodyRoom
 from .engine_port import EnginePort
-from .errors import SHUTTING_DOWN, HttpError
+from .errors import SHUTTING_DOWN, HttpError, InvalidValueError
 from .fields import UnknownFields
 from .metrics import ServerMetrics
 from .open_requests import GatewayLedger, OpenRequests
@@ -101,11 +101,9 @@ class ServerState:
         if mix is None:
             return found
         if found.adapter is not None:
-            raise HttpError(
-                400,
+            raise InvalidValueError(
                 f"lora is given, but model names the adapter {model!r}; name it in lora, and the "
                 f"base ({self.names.base}) as model",
-                code="invalid_value",
                 param="lora",
             )
         return replace(found, adapter=mix)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from ...server.errors import HttpError
+from ...server.errors import HttpError, InvalidValueError
 from ..http.serving import cluster_key_check, make_app, read_struct, struct_response
 from ..wire import (
     AGENT_CHECK_PATH,
@@ -134,11 +134,8 @@ class AgentRoutes:
         elif change.action in ("drain", "remove") and change.engine_id is not None:
             fleet.drain(change.engine_id, self._state.drain_timeout_s)
         else:
-            raise HttpError(
-                400,
-                "action must be add, or drain or remove with an engine_id",
-                code="invalid_value",
-                param="action",
+            raise InvalidValueError(
+                "action must be add, or drain or remove with an engine_id", param="action"
             )
         return struct_response(self._state.report())
 

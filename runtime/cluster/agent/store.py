@@ -21,7 +21,7 @@ from typing import IO, TypeVar
 from ...adapters.folder_files import OWN_FILES, AdapterRoots
 from ...errors import AdapterError, ConfigError
 from ...file_calls import FILES
-from ...server.errors import HttpError
+from ...server.errors import InvalidValueError
 from ..wire import Manifest
 from .files import MANIFEST_NAME, StoreFullError, copy_adapter, holds, num_bytes_of, rank_of, read_manifest
 
@@ -46,7 +46,7 @@ def check_digest(text: str) -> str:
     """Return ``text`` if it is a digest; raise ``HttpError`` if it is anything else."""
     if _DIGEST.fullmatch(text) is None:
         shown = text if len(text) <= 100 else text[:100] + "…"
-        raise HttpError(400, f"{shown!r} is no digest of an adapter", code="invalid_value")
+        raise InvalidValueError(f"{shown!r} is no digest of an adapter")
     return text
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from ...adapters.names import FAILED, LOADING, READY, check_adapter_name, taken_name, unknown_name
 from ...errors import AdapterError, CorunError, RequestError
-from ...server.errors import HttpError
+from ...server.errors import HttpError, InvalidValueError
 from ...tasks import TaskSet, cancel_all
 from ..http.calls import UnreachableError
 from ..wire import AdapterChange, AdapterEntry
@@ -72,12 +72,7 @@ class AdapterChanges:
                 return await self._pin(self._known(change.name), pinned=change.pinned)
             if change.action == "unload":
                 return await self._unload(self._known(change.name))
-        raise HttpError(
-            400,
-            "action must be load with a path, unload, or pin with pinned",
-            code="invalid_value",
-            param="action",
-        )
+        raise InvalidValueError("action must be load with a path, unload, or pin with pinned", param="action")
 
     async def retry_unloads(self) -> None:
         """Retry unloads at agents and engines that did not confirm them. Runs for ever."""

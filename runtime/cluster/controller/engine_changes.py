@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 
 from ...errors import CorunError
-from ...server.errors import HttpError
+from ...server.errors import InvalidValueError
 from ...tasks import TaskSet, cancel_all
 from ..http.calls import UnreachableError
 from ..wire import AdapterEntry, EngineCard, EngineChange
@@ -63,11 +63,8 @@ class EngineChanges:
         elif change.action in ("drain", "remove") and change.engine_id is not None:
             await self._end(change, change.engine_id)
         else:
-            raise HttpError(
-                400,
-                "action must be add, or drain or remove with an engine_id",
-                code="invalid_value",
-                param="action",
+            raise InvalidValueError(
+                "action must be add, or drain or remove with an engine_id", param="action"
             )
 
     def move_leaving(self) -> None:

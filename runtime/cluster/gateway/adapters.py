@@ -12,10 +12,9 @@ from ...adapters.allowed_dirs import allowed_path
 from ...adapters.info import LEVELS, AdapterInfo
 from ...engine_state import Residency
 from ...server.adapter_listing import adapter_json, parse_page
-from ...server.body import parse_body, read_body
-from ...server.errors import HttpError
+from ...server.body import parse_body
 from ...server.fields import UnknownFields
-from ...server.lora_routes import LoadRequest, UnloadRequest
+from ...server.lora_routes import LoadRequest, UnloadRequest, read_change
 from ...server.responses import json_response
 from ..wire import AdapterChange, AdapterEntry
 from .controller import ControllerLink
@@ -62,13 +61,10 @@ class ClusterAdapterRoutes:
         if body.lora_path is None and body.pinned is not None:
             change = AdapterChange(action="pin", name=body.lora_name, pinned=body.pinned)
             return await self._change(change, "pinned" if body.pinned else "unpinned")
-        if not body.lora_path:
-            what = "missing" if body.lora_path is None else "empty"
-            raise HttpError(400, f"lora_path is {what}", code="invalid_value", param="lora_path")
         change = AdapterChange(
             action="load",
             name=body.lora_name,
-            path=await allowed_path(body.lora_path, self._state.settings.allowed_lora_dirs),
+            path=await allowed_path(body.directory(), self._state.settings.allowed_lora_dirs),
             load_inplace=bool(body.load_inplace),
             pinned=body.pinned,
         )
@@ -80,16 +76,7 @@ class ClusterAdapterRoutes:
         return await self._change(AdapterChange(action="unload", name=body.lora_name), "unloaded")
 
     async def _read(self, request: Request) -> bytes:
-        if not self._state.settings.allow_lora_updates:
-            raise HttpError(
-                403,
-                "adapters cannot be changed over HTTP: the gateway runs without --admin-key and "
-                "without --allow-runtime-lora-updating",
-                code="lora_updates_not_allowed",
-            )
-        self._state.check_accepting()
-        limit = self._state.settings.limits.max_body_bytes
-        return await read_body(request.scope, request.receive, limit)
+        return await read_change(request, self._state.settings, self._state.check_accepting, "gateway")
 
     async def _change(self, change: AdapterChange, done: str) -> Response:
         entry = await self._controller.change(change)
