@@ -33,6 +33,8 @@ _KEPT = keeps_code(__file__)
 
 NOT_YET, ARRIVED, ENDED = 0, 1, 2
 """Result of a wait: time-out; available; the worker's state has changed."""
+CROWDED = 4
+"""Added to the result of ``await_x``: another thread had the core meanwhile."""
 
 _PUBLISHED = offset_in(TEAM_FIELDS, "published")
 _READY = offset_in(TEAM_FIELDS, "ready")
@@ -53,6 +55,7 @@ _FAILED = 2  # ``JobStatus.FAILED``
 _LOOKS_PER_CLOCK = 64
 _NAP_NS = 50_000
 _MEMBER_SPIN_NS = 50_000
+_CROWDED_NS = 100_000  # between two looks at the clock, which take a few microseconds
 
 
 @numba.njit("int64(int64, int64, int64, int32)", nogil=True, cache=_KEPT)
@@ -61,22 +64,30 @@ def _job_at(team: int, num_workers: int, num_slots: int, sequence: int) -> int:
     return int(jobs + (sequence & (num_slots - 1)) * JOB_BYTES)
 
 
+@numba.njit("int32(int64)", nogil=True, cache=_KEPT)
+def _crowded(last_ns: int) -> int:
+    """Whether it is so long since the last look that another thread has had the core."""
+    return CROWDED if monotonic_ns() - last_ns >= _CROWDED_NS else 0
+
+
 @numba.njit("int32(int64, int64, int32, int64, int64)", nogil=True, cache=_KEPT)
 def _spin(own: int, word: int, target: int, state: int, spin_ns: int) -> int:
     if has_reached(load_acquire(word), target):
         return ARRIVED
-    end = monotonic_ns() + spin_ns
+    now = monotonic_ns()
+    end = now + spin_ns
     while True:
         for _ in range(_LOOKS_PER_CLOCK):
             pause()
             if has_reached(load_acquire(word), target):
-                return ARRIVED
+                return ARRIVED + int(_crowded(now))
+        crowded = int(_crowded(now))
         now = monotonic_ns()
         store_release_64(own + _HEARTBEAT, now)
         if load_acquire_64(own + _STATE) != state:
             return ENDED
-        if now >= end:
-            return NOT_YET
+        if now >= end or crowded:
+            return NOT_YET + crowded
 
 
 @numba.njit("void(int64, int64, int32)", nogil=True, cache=_KEPT)
@@ -116,7 +127,7 @@ def await_job(team: int, own: int, sequence: int, state: int, spin_ns: int, park
     ``state`` is the 8-byte word of the expected state.
     """
     word = team + _PUBLISHED
-    found: int = _spin(own, word, sequence, state, spin_ns)
+    found = int(_spin(own, word, sequence, state, spin_ns)) & ~CROWDED
     if found != NOT_YET:
         return found
     store_release(own + _WORKER_SLEEPS, 1)
@@ -125,24 +136,32 @@ def await_job(team: int, own: int, sequence: int, state: int, spin_ns: int, park
     if not has_reached(seen, sequence) and load_acquire_64(own + _STATE) == state:
         sleep_on(word, seen, park_ns)
     store_release(own + _WORKER_SLEEPS, 0)
-    return int(_spin(own, word, sequence, state, 0))
+    return int(_spin(own, word, sequence, state, 0)) & ~CROWDED
 
 
-@numba.njit("int32(int64, int64, int32, int64, int64, int64)", nogil=True, cache=_KEPT)
-def _await_word(own: int, word: int, target: int, state: int, spin_ns: int, timeout_ns: int) -> int:
-    """Spin, then look every 50 microseconds: the writer does not wake a sleeper."""
-    end = monotonic_ns() + timeout_ns
-    found: int = _spin(own, word, target, state, min(spin_ns, timeout_ns))
-    while found == NOT_YET and monotonic_ns() < end:
-        sleep_on(word, load_acquire(word), _NAP_NS)
-        found = _spin(own, word, target, state, 0)
+@numba.njit("int32(int64, int64, int32, int64, int64)", nogil=True, cache=_KEPT)
+def _nap(own: int, word: int, target: int, state: int, end_ns: int) -> int:
+    """Look every 50 microseconds until ``end_ns``: not every writer wakes a sleeper."""
+    found = int(_spin(own, word, target, state, 0)) & ~CROWDED
+    while found == NOT_YET and monotonic_ns() < end_ns:
+        seen = load_acquire(word)
+        if not has_reached(seen, target):
+            sleep_on(word, seen, _NAP_NS)
+        found = int(_spin(own, word, target, state, 0)) & ~CROWDED
     return found
 
 
 @numba.njit("int32(int64, int64, int32, int64, int64, int64)", nogil=True, cache=_KEPT)
 def await_x(team: int, own: int, sequence: int, state: int, spin_ns: int, timeout_ns: int) -> int:
-    """Wait until the x of job ``sequence`` has arrived, which an accelerator signals."""
-    return int(_await_word(own, team + _READY, sequence, state, spin_ns, timeout_ns))
+    """Wait until the x of job ``sequence`` has arrived: spin, then nap.
+
+    The spinning ends early once it has kept another thread off the core.
+    """
+    end_ns = monotonic_ns() + timeout_ns
+    found: int = _spin(own, team + _READY, sequence, state, min(spin_ns, timeout_ns))
+    if found & ~CROWDED == NOT_YET:
+        found += int(_nap(own, team + _READY, sequence, state, end_ns))
+    return found
 
 
 @numba.njit("int32(int64, int64, int64, int32, int64, int64)", nogil=True, cache=_KEPT)
@@ -156,7 +175,10 @@ def await_members(team: int, own: int, members: int, sequence: int, state: int, 
     while members != 0:
         if members & 1:
             word = team + TEAM_BYTES + worker * WORKER_BYTES + _ARRIVED
-            found: int = _await_word(own, word, sequence, state, _MEMBER_SPIN_NS, timeout_ns)
+            end_ns = monotonic_ns() + timeout_ns
+            found = int(_spin(own, word, sequence, state, min(_MEMBER_SPIN_NS, timeout_ns))) & ~CROWDED
+            if found == NOT_YET:
+                found = int(_nap(own, word, sequence, state, end_ns))
             if found != ARRIVED:
                 return found
         members >>= 1

@@ -26,6 +26,7 @@ from .words import distance, has_reached, wrap
 
 X_SPIN_NS = 20_000_000
 """How long a worker spins for x; after that it polls less often."""
+_CROWDED_NS = 50_000_000  # how long it does not spin once that kept another thread off the core
 
 
 def _state(mailbox: Mailbox) -> WorkerState:
@@ -166,6 +167,7 @@ class WorkerEnd:
         self._own_state = WorkerState(self.generation, WorkerStatus.RUNNING).to_word()
         self._next: int | None = None
         self._began_ns = 0
+        self._crowded_until_ns = 0
 
     def heartbeat(self) -> None:
         """Write the heartbeat, during start-up; waits and ``begin`` do so themselves."""
@@ -216,11 +218,14 @@ class WorkerEnd:
 
     def wait_x(self, job: Job, *, timeout_s: float, spin_ns: int = X_SPIN_NS) -> bool:
         """Wait for the job's x; False after ``timeout_s``, or if the state changes."""
-        mailbox = self.mailbox
+        mailbox, now_ns = self.mailbox, time.monotonic_ns()
+        spin_ns = 0 if now_ns < self._crowded_until_ns else spin_ns
         found = loop.await_x(
             mailbox.team, mailbox.own, job.sequence, self._own_state, spin_ns, int(timeout_s * 1e9)
         )
-        return bool(found == loop.ARRIVED)
+        if found & loop.CROWDED:
+            self._crowded_until_ns = time.monotonic_ns() + _CROWDED_NS
+        return bool(found & ~loop.CROWDED == loop.ARRIVED)
 
     def wait_members(self, job: Job, members: int, *, timeout_s: float) -> bool:
         """Tell that this worker's part of h is written, and wait for those of ``members``.

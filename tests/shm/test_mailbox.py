@@ -1,10 +1,14 @@
 """A team's mailbox: every job ends exactly once, in order, under any death in between."""
 
+import hashlib
 import itertools
+import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+from corun.shm import loop
 from corun.shm.atomics import load_acquire, store_release
 from corun.shm.control import Control
 from corun.shm.errors import MailboxFullError, ShmError, WaitTimeoutError
@@ -379,6 +383,43 @@ def test_a_worker_that_waits_for_x_sees_a_changed_state(ends: Ends) -> None:
     ends.supervisor.announce(WorkerState(1, WorkerStatus.STOPPING))
     thread.join(DEADLINE_S)
     assert found == [False]
+
+
+def test_a_worker_stops_spinning_for_x_while_another_thread_needs_its_core(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = _job(ends.producer)
+    ends.producer.publish(job)
+    assert ends.take() == job
+    spins: list[int] = []
+    await_x = loop.await_x
+
+    def waits(team: int, own: int, sequence: int, state: int, spin_ns: int, timeout_ns: int) -> int:
+        spins.append(spin_ns)
+        return int(await_x(team, own, sequence, state, spin_ns, timeout_ns))
+
+    monkeypatch.setattr(loop, "await_x", waits)
+    has_ended = threading.Event()
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})  # the busy thread's, too, as it is started from here
+    busy = threading.Thread(target=lambda: _stay_busy(has_ended))
+    busy.start()
+    try:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while spins[-1:] != [0]:  # which follows a wait during which the other thread has run
+            assert time.monotonic() < deadline_s, "another thread on the core is not noticed"
+            assert not ends.worker.wait_x(job, timeout_s=0.03)
+    finally:
+        os.sched_setaffinity(0, cpus)
+        has_ended.set()
+        busy.join()
+    assert spins[0] > 0
+
+
+def _stay_busy(has_ended: threading.Event) -> None:
+    data = bytes(1 << 20)
+    while not has_ended.is_set():
+        hashlib.sha256(data)  # without the interpreter's lock
 
 
 def test_a_waiting_worker_beats(ends: Ends) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from numba import carray
 
 from ....shm.atomics import store_release
+from ....shm.futex import wake
 from ..simd.bfloat16 import rounded, widened
 from ..simd.compiled import kernel
 from ..simd.memory import copy_bytes, pointer
@@ -14,9 +15,10 @@ from ..simd.memory import copy_bytes, pointer
 
 @kernel("void(int64, int64, int64, int64, int32)")
 def send_bytes(target: int, source: int, num_bytes: int, word: int, value: int) -> None:
-    """Copy bytes, and then store ``value`` to ``word`` for their reader."""
+    """Copy bytes, then store ``value`` to ``word`` for their readers, and wake those that sleep."""
     copy_bytes(target, source, num_bytes)
     store_release(word, value)
+    wake(word)
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64)")
