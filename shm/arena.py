@@ -228,7 +228,7 @@ class HostArena:
             self._check_free(entry)
             self._entries[place_id] = entry
         try:
-            for start, size in entry.extents:
+            for start, size in _joined(entry.extents):
                 self._pages.take(start, size)
         except BaseException:
             self.evict([place_id])
@@ -301,7 +301,7 @@ class HostArena:
             raise ShmError("an evicted adapter in the host adapter arena is still in use")
 
     def _give_back(self, entry: ArenaEntry) -> None:
-        for start, size in entry.extents:
+        for start, size in _joined(entry.extents):
             self._pages.give_back(start, size)
 
 
@@ -322,6 +322,17 @@ def _place_regions(regions: Sequence[RegionSpec], starts: Sequence[int]) -> Iter
         for spec in members:
             yield RegionPlace(spec.layer, spec.input_group, position, spec.num_bytes)
             position += spec.num_bytes
+
+
+def _joined(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Extents, adjacent ones as one: each costs a look at the machine's free memory."""
+    joined: list[tuple[int, int]] = []
+    for start, size in extents:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = joined[-1][0], joined[-1][1] + size
+        else:
+            joined.append((start, size))
+    return joined
 
 
 def _overlap(extents: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
