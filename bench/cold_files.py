@@ -17,7 +17,7 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -139,10 +139,11 @@ def _throttled(bytes_per_s: float) -> Iterator[None]:
     """Let files be read no faster."""
     read = Checkpoint._read_into
 
-    def read_slowly(self: Checkpoint, part: memoryview, position: int) -> None:
+    def read_slowly(self: Checkpoint, parts: Sequence[memoryview], position: int) -> None:
         begin_s = time.perf_counter()
-        read(self, part, position)
-        time.sleep(max(0.0, part.nbytes / bytes_per_s - (time.perf_counter() - begin_s)))
+        read(self, parts, position)
+        num_bytes = sum(part.nbytes for part in parts)
+        time.sleep(max(0.0, num_bytes / bytes_per_s - (time.perf_counter() - begin_s)))
 
     Checkpoint._read_into = read_slowly  # type: ignore[method-assign]
     try:

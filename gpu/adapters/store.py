@@ -20,9 +20,9 @@ from ...runtime.adapters.resolved import (
     AdapterPath,
     AdapterReader,
     FileHeader,
-    RawTensor,
     ResolvedAdapter,
-    TakeTensor,
+    StoredTensor,
+    TakeTensors,
 )
 from ...runtime.errors import (
     AdapterChangedError,
@@ -94,13 +94,13 @@ class AdapterReading:
         """Read to the end. Called by one thread, once; errors are returned by ``error``.
 
         ``on_layer`` is called whenever more regions are whole, and at the end. ``is_wanted`` is
-        called before each tensor and says whether to continue.
+        called before some tensors are written and says whether to continue.
         """
 
-        def take(raw: RawTensor, data: memoryview) -> None:
+        def take(tensors: Sequence[StoredTensor]) -> None:
             if not (self._is_wanted and is_wanted()):
                 raise AdapterUnavailableError("the load was cancelled")
-            self._writer.write(raw, data)
+            self._writer.write(tensors)
 
         begin_s = time.monotonic()
         try:
@@ -123,7 +123,7 @@ class AdapterReading:
         on_layer()
 
     def stop(self) -> None:
-        """Cancel: ``run`` ends at the next tensor."""
+        """Cancel: ``run`` ends at the next tensors."""
         self._is_wanted = False
 
     def wait(self, num_regions: int, timeout_s: float) -> bool:
@@ -423,6 +423,6 @@ class AdapterStore:
         return [self._whole[r.offset : r.offset + r.num_bytes] for r in entry.regions]
 
 
-def _read_all(source: AdapterReader, take: TakeTensor) -> None:
+def _read_all(source: AdapterReader, take: TakeTensors) -> None:
     for _ in source.read_layers(take):
         pass

@@ -14,18 +14,28 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
+from ...cpu_workers.kernels.lora.pack import STORED_BYTES, pack_stored
 from ...cpu_workers.kernels.simd.layout import padded_features
-from ...runtime.adapters.resolved import FACTOR_BYTES, RawTensor, ResolvedAdapter, TargetLora, TargetRows
+from ...runtime.adapters.resolved import (
+    FACTOR_BYTES,
+    RawTensor,
+    ResolvedAdapter,
+    StoredTensor,
+    TargetLora,
+    TargetRows,
+)
 from ...runtime.adapters.target_map import Target, TargetMap
+from ...runtime.adapters.values import REFUSED_IN_BFLOAT16
 from ...shm.arena import RegionPlace, RegionSpec
 from ...shm.region import TOKEN_BYTES, Region, TargetSize, plan_region, read_header, row_start, write_header
 from .base import OwnRows, PackedLora
 from .convert import to_tensor
 from .factors import FactorMaker, ReadBase
-from .matrix_layout import MatrixLayout, bits_of
+from .matrix_layout import PACKED, MatrixLayout, bits_of
 
 GroupKey = tuple[int, int]  # layer, input group
 WriteMatrix = Callable[[np.ndarray], object]  # to its place
+PackedPlace = tuple[int, ...]  # a row of the argument of ``pack_stored``, without the source
 
 _MAX_KEPT = 32  # cached plans
 
@@ -82,6 +92,7 @@ class AdapterLayout:
         self.matrices = matrices
         self.dtype = dtype
         self.read_base: ReadBase | None = None  # needed by adapters with factors
+        self._is_packed = matrices is PACKED and dtype == torch.bfloat16
         groups: dict[GroupKey, list[Target]] = defaultdict(list)
         for target in target_map.targets:
             groups[target.layer, target.input_group].append(target)
@@ -121,17 +132,20 @@ class AdapterLayout:
         self,
         plan: GroupPlan,
         part: torch.Tensor,
+        packed: dict[str, PackedPlace],
         places: dict[str, WriteMatrix],
         makers: dict[str, FactorMaker],
     ) -> None:
-        """Add the ``places`` and ``makers`` of a region; see ``RegionWriter``."""
-        self._places_of(plan, part, places)
-        self._row_places_of(plan, part, places)
+        """Add to the places and ``makers`` those of a region; see ``RegionWriter``."""
+        self._places_of(plan, part, packed, places)
+        if any(own is not None for own in plan.rows):
+            self._row_places_of(plan, part, places)
         self._makers_of(plan, part, makers)
 
-    def check(self, raw: RawTensor, data: memoryview) -> None:
+    def check(self, tensors: Sequence[StoredTensor]) -> None:
         """Check everything that the writer checks, without writing."""
-        self.convert(raw, data)
+        for raw, data in tensors:
+            self.convert(raw, data)
 
     def convert(self, raw: RawTensor, data: memoryview) -> torch.Tensor:
         """A tensor in the type that it is used in. Raises ``AdapterError``; see ``to_tensor``."""
@@ -208,14 +222,28 @@ class AdapterLayout:
         # Stored in the header's form, so that reading it back gives an equal value.
         return TargetSize(rank, columns, float(np.float32(scaling)), a_bytes, b_bytes, factor_bytes)
 
-    def _places_of(self, plan: GroupPlan, part: torch.Tensor, places: dict[str, WriteMatrix]) -> None:
+    def _places_of(
+        self,
+        plan: GroupPlan,
+        part: torch.Tensor,
+        packed: dict[str, PackedPlace],
+        places: dict[str, WriteMatrix],
+    ) -> None:
+        start, item_bytes = part.data_ptr(), self.dtype.itemsize
         for lora, at in zip(plan.loras, plan.region.targets, strict=True):
             if lora is None:
                 continue
-            a = self._view(part, at.a_offset, self._a_shape(lora.target, at.rank))
-            b = self._view(part, at.b_offset, self._b_shape(lora.target, at.rank))
-            places[lora.a.name] = partial(self.matrices.write_a, place=bits_of(a))
-            places[lora.b.name] = partial(self.matrices.write_b, place=bits_of(b))
+            is_packed = self._is_packed and lora.magnitudes is None
+            for raw, offset, shape, write in (
+                (lora.a, at.a_offset, self._a_shape(lora.target, at.rank), self.matrices.write_a),
+                (lora.b, at.b_offset, self._b_shape(lora.target, at.rank), self.matrices.write_b),
+            ):
+                if is_packed and raw.dtype in STORED_BYTES:
+                    _, steps, height, unit = shape
+                    sizes = *raw.shape, steps * unit, start + offset, height, unit * item_bytes
+                    packed[raw.name] = STORED_BYTES[raw.dtype], *sizes
+                else:
+                    places[raw.name] = partial(write, place=bits_of(self._view(part, offset, shape)))
 
     def _row_places_of(self, plan: GroupPlan, part: torch.Tensor, places: dict[str, WriteMatrix]) -> None:
         """Write the tokens of rows, and add the places of the rows."""
@@ -265,28 +293,50 @@ class RegionWriter:
         Headers are written at once, because workers read them while they wait for values.
         """
         self._layout = layout
-        self._regions = list(zip(plans, parts, strict=True))
-        self._region_of = {
-            name: number for number, plan in enumerate(plans) for name in plan.tensor_names
-        }  # of tensors of regions that are not prepared
-        self._places: dict[str, WriteMatrix] = {}  # by tensor name what writes the bits of its matrix
+        # With names, by the names of tensors of regions that are not prepared.
+        self._unprepared: dict[str, tuple[GroupPlan, torch.Tensor, Sequence[str]]] = {}
+        self._packed: dict[str, PackedPlace] = {}  # by tensor name, of those written in one call
+        self._places: dict[str, WriteMatrix] = {}  # likewise what writes the bits of a matrix
         self._makers: dict[str, FactorMaker] = {}  # by the names of all tensors of targets with factors
-        for plan, part in self._regions:
+        for plan, part in zip(plans, parts, strict=True):
             write_header(plan.region, part.numpy().data)
-            if not plan.tensor_names:
-                layout.prepare(plan, part, self._places, self._makers)
+            names = plan.tensor_names
+            self._unprepared |= dict.fromkeys(names, (plan, part, names))
+            if not names:
+                self._prepare(plan, part)
 
-    def write(self, raw: RawTensor, data: memoryview) -> None:
-        """Check, convert and write one tensor.
+    def write(self, tensors: Sequence[StoredTensor]) -> None:
+        """Check, convert and write some tensors.
 
-        Raises ``AdapterError`` naming it if a value is not finite, or overflows the type, or if a
+        Raises ``AdapterError`` naming one if a value is not finite, or overflows the type, or if a
         factor cannot be made.
         """
-        if raw.name in self._region_of:
-            plan, part = self._regions[self._region_of[raw.name]]
-            self._layout.prepare(plan, part, self._places, self._makers)
-            for name in plan.tensor_names:
-                del self._region_of[name]
+        packed: list[StoredTensor] = []
+        rows: list[tuple[int, ...]] = []
+        for raw, data in tensors:
+            if raw.name in self._unprepared:
+                plan, part, names = self._unprepared[raw.name]
+                self._prepare(plan, part)
+                for name in names:
+                    del self._unprepared[name]
+            place = self._packed.pop(raw.name, None)
+            if place is None:
+                self._write_one(raw, data)
+            else:
+                packed.append((raw, data))
+                rows.append((np.frombuffer(data, np.uint8).ctypes.data, *place))
+        if not packed:
+            return
+        largest = np.empty(len(packed), np.uint32)
+        pack_stored(np.array(rows, np.int64), largest)
+        for (raw, data), bits in zip(packed, largest.tolist(), strict=True):
+            if bits >= REFUSED_IN_BFLOAT16[raw.dtype]:
+                self._layout.convert(raw, data)  # raises the error
+
+    def _prepare(self, plan: GroupPlan, part: torch.Tensor) -> None:
+        self._layout.prepare(plan, part, self._packed, self._places, self._makers)
+
+    def _write_one(self, raw: RawTensor, data: memoryview) -> None:
         tensor = self._layout.convert(raw, data)
         maker = self._makers.pop(raw.name, None)
         if maker is not None:
@@ -298,4 +348,4 @@ class RegionWriter:
     @property
     def missing(self) -> list[str]:
         """Tensors that have not been written."""
-        return sorted({*self._region_of, *self._places, *self._makers})
+        return sorted({*self._unprepared, *self._packed, *self._places, *self._makers})

@@ -1,14 +1,15 @@
-"""Reads adapter_model.safetensors of a PEFT directory, tensor by tensor in any order.
+"""Reads adapter_model.safetensors of a PEFT directory, its tensors in any order.
 
 Files are read, not memory-mapped: truncation of a file in use must be an error, not a signal that
-kills the process. Tensors are read one by one, so that at most one of them is in memory beside its
-destination. Knows nothing of modules or kernels.
+kills the process. Small tensors that are adjacent in the file are read together, because each call
+costs time of the interpreter. So at most one large tensor, or a few small ones, are in memory
+beside their destination. Knows nothing of modules or kernels.
 """
 
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from io import BufferedReader, FileIO
 from math import prod
@@ -17,9 +18,10 @@ from typing import Any, Self
 
 from ..errors import AdapterError
 from ..file_calls import FILES
+from .digest import PART_HEAD_BYTES, part_head
 from .folder_files import OWN_FILES, AdapterRoots, NotRegularError, OutsideError, open_file
 from .peft_config import GGUF_REASON, GGUF_SUFFIX
-from .resolved import RawTensor
+from .resolved import RawTensor, StoredTensor
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 
@@ -27,6 +29,8 @@ _PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 _INDEX_NAME = "adapter_model.safetensors.index.json"
 _PART_BYTES = 16 << 20  # for tensors that are not needed as a whole
 _CALL_BYTES = 4 << 20  # read in one call, which has a deadline
+_BATCH_BYTES = 1 << 20  # of tensors that are read together: these stay in the cache
+_MAX_BATCH = 512  # tensors; the kernel accepts 1024 parts
 # Errors of file systems that cannot read without waiting.
 _NO_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
@@ -159,6 +163,21 @@ def _check_cover(tensors: list[RawTensor], data_bytes: int) -> None:
         raise HeaderError(f"its tensors have {position} bytes, the file {data_bytes}")
 
 
+def _batches(tensors: Iterable[RawTensor]) -> Iterator[list[RawTensor]]:
+    """Yield ``tensors``, adjacent small ones together."""
+    batch: list[RawTensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        num_bytes += tensor.num_bytes
+        follows = batch and batch[-1].start + batch[-1].num_bytes == tensor.start
+        if batch and not (follows and num_bytes <= _BATCH_BYTES and len(batch) < _MAX_BATCH):
+            yield batch
+            batch, num_bytes = [], tensor.num_bytes
+        batch.append(tensor)
+    if batch:
+        yield batch
+
+
 class Checkpoint:
     """An open file of tensors with a checked header. A context manager."""
 
@@ -183,16 +202,27 @@ class Checkpoint:
             self._file.close()
             raise
 
-    def read(self, tensors: Iterable[RawTensor]) -> Iterator[tuple[RawTensor, memoryview]]:
-        """Yield ``tensors`` of this file with their bytes.
+    def read(self, tensors: Iterable[RawTensor]) -> Iterator[StoredTensor]:
+        """Yield ``tensors`` of this file with their bytes; see ``read_batches``."""
+        for stored, _ in self.read_batches(tensors):
+            yield from stored
 
-        The bytes are writable and valid until the next tensor. Raises ``AdapterError`` if they
+    def read_batches(self, tensors: Iterable[RawTensor]) -> Iterator[tuple[list[StoredTensor], memoryview]]:
+        """Yield some of ``tensors`` at a time with their bytes, and both as ``LayerDigest`` takes them.
+
+        The bytes are writable and valid until the next ones. Raises ``AdapterError`` if they
         cannot be read. ``check_unchanged`` checks that they all are of one content.
         """
-        for tensor in tensors:
-            part = self._room(tensor.num_bytes)
-            self._read_into(part, self._data_start + tensor.start)
-            yield tensor, part
+        for batch in _batches(tensors):
+            room = self._room(sum(PART_HEAD_BYTES + tensor.num_bytes for tensor in batch))
+            parts, start = [], 0
+            for tensor in batch:
+                first = start + PART_HEAD_BYTES
+                room[start:first] = part_head(tensor.num_bytes)
+                start = first + tensor.num_bytes
+                parts.append(room[first:start])
+            self._read_into(parts, self._data_start + batch[0].start)
+            yield list(zip(batch, parts, strict=True)), room
 
     def read_rows(self, tensor: RawTensor) -> Iterator[memoryview]:
         """Yield the bytes of one tensor, a few whole rows at a time, as ``read`` does."""
@@ -200,7 +230,7 @@ class Checkpoint:
         step = max(1, _PART_BYTES // max(1, row_bytes)) * row_bytes
         for start in range(0, tensor.num_bytes, max(1, step)):
             part = self._room(min(step, tensor.num_bytes - start))
-            self._read_into(part, self._data_start + tensor.start + start)
+            self._read_into([part], self._data_start + tensor.start + start)
             yield part
 
     def check_unchanged(self) -> None:
@@ -245,30 +275,36 @@ class Checkpoint:
     def _read_header(self, num_bytes: int) -> tuple[RawTensor, ...]:
         """Read the header of a file of this size. Raises ``HeaderError``."""
         length = bytearray(min(LENGTH_BYTES, num_bytes))
-        self._read_into(memoryview(length), 0)
+        self._read_into([memoryview(length)], 0)
         header = bytearray(header_length(bytes(length), num_bytes))
         self._data_start = LENGTH_BYTES + len(header)
-        self._read_into(memoryview(header), LENGTH_BYTES)
+        self._read_into([memoryview(header)], LENGTH_BYTES)
         return parse_header(bytes(header), num_bytes - self._data_start)
 
-    def _read_into(self, part: memoryview, position: int) -> None:
-        num_read = 0
-        while num_read < part.nbytes:
+    def _read_into(self, parts: Sequence[memoryview], position: int) -> None:
+        """Fill ``parts`` with adjacent bytes of the file."""
+        left = [part for part in parts if part.nbytes]
+        end = position + sum(part.nbytes for part in left)
+        while left:
             try:
-                num = self._read_some(part[num_read:], position + num_read)
+                num = self._read_some(left, position)
             except OSError as error:
                 raise self._unreadable(error) from error
             if num == 0:
                 self.check_unchanged()
-                raise self._changed(f"it ends before byte {position + part.nbytes}")
-            num_read += num
+                raise self._changed(f"it ends before byte {end}")
+            position += num
+            while left and num >= left[0].nbytes:
+                num -= left.pop(0).nbytes
+            if num:
+                left[0] = left[0][num:]
 
-    def _read_some(self, part: memoryview, position: int) -> int:
+    def _read_some(self, parts: Sequence[memoryview], position: int) -> int:
         """Read cached data in this thread, and other data with a deadline."""
         descriptor = self._file.fileno()
         if self._reads_nowait:
             try:
-                num = os.preadv(descriptor, [part], position, os.RWF_NOWAIT)
+                num = os.preadv(descriptor, parts, position, os.RWF_NOWAIT)
             except BlockingIOError:
                 num = 0
             except OSError as error:
@@ -277,9 +313,9 @@ class Checkpoint:
                 self._reads_nowait, num = False, 0
             if num:
                 return num
-        # After its deadline a call may still write to ``part``, which nothing reads any more.
-        some = part[:_CALL_BYTES]
-        return FILES.call(lambda _: os.preadv(descriptor, [some], position), self._folder)
+        # After its deadline a call may still write to it, and nothing reads it any more.
+        some = [part[:_CALL_BYTES] for part in parts]  # one, or all of a batch
+        return FILES.call(lambda _: os.preadv(descriptor, some, position), self._folder)
 
     @property
     def _folder(self) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+PART_HEAD_BYTES = 8
+
 TensorKind = tuple[str, str, tuple[int, ...]]  # name, type, shape
 
 
@@ -48,9 +50,9 @@ class LayerDigest:
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
-    def add(self, data: memoryview) -> None:
-        """Add a tensor's bytes; the tensors of a layer must come in the order of their names."""
-        _add_part(self._digest, data)
+    def add(self, parts: memoryview) -> None:
+        """Add tensors' bytes, each behind its ``part_head``, in the order of their names."""
+        self._digest.update(parts)
 
     def digest(self) -> bytes:
         return self._digest.digest()
@@ -63,7 +65,11 @@ def _digest_of(parts: Iterable[bytes]) -> bytes:
     return digest.digest()
 
 
-def _add_part(digest: "hashlib._Hash", part: bytes | memoryview) -> None:
-    """Add a part with its length, so that no two sequences of parts are the same bytes."""
-    digest.update(len(part).to_bytes(8, "little"))
+def part_head(num_bytes: int) -> bytes:
+    """Return what precedes a part, so that no two sequences of parts are the same bytes."""
+    return num_bytes.to_bytes(PART_HEAD_BYTES, "little")
+
+
+def _add_part(digest: "hashlib._Hash", part: bytes) -> None:
+    digest.update(part_head(len(part)))
     digest.update(part)

@@ -16,7 +16,7 @@ from .folder_files import OWN_FILES, AdapterRoots
 from .lora_spec import LoraSpec
 from .peft_config import read_peft_config
 from .resolve import ResolveError, max_tensor_bytes, resolve_adapter
-from .resolved import BaseWeights, FileHeader, RawTensor, ResolvedAdapter, SavedWeight, TakeTensor
+from .resolved import BaseWeights, FileHeader, RawTensor, ResolvedAdapter, SavedWeight, TakeTensors
 from .target_map import TargetMap
 from .tensor_names import SAVED_MODULES_REASON
 from .token_rows import Spans, spans_beside, with_kept
@@ -76,7 +76,7 @@ class OpenAdapter:
                 "send the request again to have the new content"
             )
 
-    def read_layers(self, take: TakeTensor) -> Iterator[int]:
+    def read_layers(self, take: TakeTensors) -> Iterator[int]:
         """Pass the tensors to ``take`` by layers, within a layer in the order of their names.
 
         A layer is yielded when it is complete and, after ``expect``, has been verified. Without
@@ -86,10 +86,10 @@ class OpenAdapter:
         by_layer = self._tensors_by_layer()
         for index, (layer, tensors) in enumerate(by_layer.items(), start=1):
             digest = LayerDigest()
-            for tensor, data in self._checkpoint.read(tensors):
-                digest.add(data)
+            for stored, parts in self._checkpoint.read_batches(tensors):
+                digest.add(parts)
                 with self._named_errors():
-                    take(tensor, data)
+                    take(stored)
             digests.append(digest.digest())
             # Writes to the file meanwhile do not matter while the content is the same.
             if self._expected is not None and digests[-1] != self._expected.layers[index - 1]:

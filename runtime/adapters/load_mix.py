@@ -7,6 +7,7 @@ with ``combination_type="cat"``: the sum of the parts' deltas, each times its sc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -15,7 +16,7 @@ from ..errors import AdapterError
 from .base_names import full_name_in
 from .digest import ContentDigest, digest_head
 from .load import OpenAdapter
-from .resolved import FileHeader, MixSource, RawTensor, ResolvedAdapter, TakeTensor, TargetLora
+from .resolved import FileHeader, MixSource, RawTensor, ResolvedAdapter, StoredTensor, TakeTensors, TargetLora
 from .values import float32_of
 
 _FLOAT32_BYTES = 4
@@ -51,17 +52,14 @@ class OpenMix:
         """See ``AdapterReader``."""
         raise AssertionError("a mix is read at once")
 
-    def read_layers(self, take: TakeTensor) -> Iterator[int]:
+    def read_layers(self, take: TakeTensors) -> Iterator[int]:
         """See ``AdapterReader``; one layer of all parts is in memory at a time."""
         read: dict[tuple[int, str], np.ndarray] = {}
 
-        def reads(index: int, part: OpenAdapter) -> Iterator[int]:
-            def keep(raw: RawTensor, data: memoryview) -> None:
-                read[index, raw.name] = float32_of(raw, data)
+        def keep(index: int, tensors: Sequence[StoredTensor]) -> None:
+            read.update({(index, raw.name): float32_of(raw, data) for raw, data in tensors})
 
-            return part.read_layers(keep)
-
-        layers = [reads(index, part) for index, part in enumerate(self._parts)]
+        layers = [part.read_layers(partial(keep, index)) for index, part in enumerate(self._parts)]
         of_parts = [{one.target.layer for one in part.adapter.targets} for part in self._parts]
         for layer in sorted(set().union(*of_parts)):
             for found, rest in zip(of_parts, layers, strict=True):
@@ -120,13 +118,13 @@ class OpenMix:
         left_out = dict.fromkeys(text for part in self._parts for text in part.adapter.left_out)
         return ResolvedAdapter(tuple(mixed), left_out=tuple(left_out))
 
-    def _take(self, mixed: TargetLora, read: dict[tuple[int, str], np.ndarray], take: TakeTensor) -> None:
+    def _take(self, mixed: TargetLora, read: dict[tuple[int, str], np.ndarray], take: TakeTensors) -> None:
         found, scales = self._loras[mixed.target.index], self._source.parts
         a = [read[i, lora.a.name] * np.float32(lora.scaling * scales[i].scale) for i, lora in found]
         b = [read[i, lora.b.name] for i, lora in found]
         for raw, matrix in ((mixed.a, np.vstack(a)), (mixed.b, np.hstack(b))):
             assert matrix.shape == raw.shape
-            take(raw, matrix.data.cast("B"))
+            take([(raw, matrix.data.cast("B"))])
 
 
 def open_mix(source: MixSource, open_part: Callable[[str], OpenAdapter], max_rank: int) -> OpenMix:

@@ -3,7 +3,7 @@
 Plain data between the reader, which knows files, and the device side, which knows arithmetic.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -156,8 +156,9 @@ AdapterPath = str | MixSource  # a PEFT directory, or those of a mix
 FileHeader = tuple[bytes, tuple[int, int, int]]
 
 
-# Called with one tensor and its bytes, which are valid until it returns.
-TakeTensor = Callable[[RawTensor, memoryview], None]
+StoredTensor = tuple[RawTensor, memoryview]  # with its bytes
+# Called with some tensors, whose bytes are valid until it returns.
+TakeTensors = Callable[[Sequence[StoredTensor]], None]
 
 
 class BaseWeights(Protocol):
@@ -208,7 +209,7 @@ class AdapterReader(Protocol):
         Raises ``AdapterChangedError`` if it has changed since.
         """
 
-    def read_layers(self, take: TakeTensor) -> Iterator[int]:
+    def read_layers(self, take: TakeTensors) -> Iterator[int]:
         """Pass the tensors to ``take``, in the order of layers; yield each complete layer.
 
         Tensors are valid only once their layer is yielded, and without ``expect`` only once the

@@ -38,6 +38,8 @@ _RANGES = {
     "bfloat16": (3.3895313892515355e38, 3.3961775292304961e38),
     "float16": (65504.0, 65520.0),
 }
+# Bits of the smallest absolute value that cannot be served in bfloat16, by stored type.
+REFUSED_IN_BFLOAT16 = {"F32": 0x7F7F_8000, "BF16": 0x7F80}
 
 
 def check_values(raw: RawTensor, data: memoryview, dtype: str) -> None:

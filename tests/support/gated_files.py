@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -12,7 +12,13 @@ from unittest import mock
 from corun.runtime.adapters.digest import ContentDigest
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.adapters.lora_spec import LoraSpec
-from corun.runtime.adapters.resolved import AdapterReader, FileHeader, RawTensor, ResolvedAdapter, TakeTensor
+from corun.runtime.adapters.resolved import (
+    AdapterReader,
+    FileHeader,
+    ResolvedAdapter,
+    StoredTensor,
+    TakeTensors,
+)
 from corun.runtime.engine.assembly import adapter_wiring
 
 TIMEOUT_S = 30.0
@@ -129,10 +135,11 @@ class _GatedReader:
         self._is_held = True
         self._source.resume(header)
 
-    def read_layers(self, take: TakeTensor) -> Iterator[int]:
-        def take_when_let(raw: RawTensor, data: memoryview) -> None:
-            self._gate.take()
-            take(raw, data)
+    def read_layers(self, take: TakeTensors) -> Iterator[int]:
+        def take_when_let(tensors: Sequence[StoredTensor]) -> None:
+            for one in tensors:
+                self._gate.take()
+                take([one])
 
         return self._source.read_layers(take_when_let if self._is_held else take)
 

@@ -185,7 +185,7 @@ class _Files:
     def _facts(self, path: str) -> AdapterFacts:
         directory = Path(path)
         with open_adapter(directory, _target_map(directory), max_rank=1 << 12) as adapter:
-            for _ in adapter.read_layers(lambda raw, data: None):
+            for _ in adapter.read_layers(lambda tensors: None):
                 pass
             return self._machine.adapter_facts(adapter.digest.hexadecimal, adapter.adapter.max_rank)
 

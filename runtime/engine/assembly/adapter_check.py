@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -17,7 +17,7 @@ from ...adapters.base_names import ServedBase
 from ...adapters.load import open_adapter
 from ...adapters.lora_spec import LoraSpec
 from ...adapters.resolve import ResolveError
-from ...adapters.resolved import BaseWeights, RawTensor, ResolvedAdapter
+from ...adapters.resolved import BaseWeights, RawTensor, ResolvedAdapter, StoredTensor
 from ...adapters.target_map import TargetMap
 from ...adapters.values import check_values
 from ...errors import AdapterError
@@ -173,8 +173,9 @@ def run_check(
     known = known_base(source, dtype, kept_bases)
     base = _BaseWeights(source, known.dtype)
 
-    def check(raw: RawTensor, data: memoryview) -> None:
-        check_values(raw, data, known.dtype)
+    def check(tensors: Sequence[StoredTensor]) -> None:
+        for raw, data in tensors:
+            check_values(raw, data, known.dtype)
 
     try:
         with open_adapter(adapter, known.target_map, max_rank=max_rank, base=base) as reader:

@@ -20,7 +20,7 @@ from ...adapter import AdapterFacts, AdapterLayers
 from ...adapters.content import AdapterContent
 from ...adapters.digest import ContentDigest
 from ...adapters.registry import AdapterRegistry
-from ...adapters.resolved import FileHeader, RawTensor, ResolvedAdapter, TakeTensor, TargetLora
+from ...adapters.resolved import FileHeader, RawTensor, ResolvedAdapter, TakeTensors, TargetLora
 from ...coldstart.cold_start import PlannedColdStarts
 from ...coldstart.link import group_of_layers
 from ...coldstart.planner import Planner, PlannerConfig
@@ -78,12 +78,11 @@ class MadeUpAdapter:
         """See ``AdapterReader``."""
         raise AssertionError("it is registered as a whole")
 
-    def read_layers(self, take: TakeTensor) -> Iterator[int]:
+    def read_layers(self, take: TakeTensors) -> Iterator[int]:
         by_layer = sorted(self.adapter.targets, key=lambda lora: lora.target.layer)
         for layer, loras in groupby(by_layer, key=lambda lora: lora.target.layer):
             for lora in loras:
-                for raw in (lora.a, lora.b):
-                    take(raw, memoryview(bytearray(raw.num_bytes)))
+                take([(raw, memoryview(bytearray(raw.num_bytes))) for raw in (lora.a, lora.b)])
             yield layer
 
     def close(self) -> None:

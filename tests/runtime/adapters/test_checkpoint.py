@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from corun.runtime.adapters import checkpoint as checkpoint_module
 from corun.runtime.adapters.checkpoint import Checkpoint, is_complete
+from corun.runtime.adapters.digest import part_head
 from corun.runtime.adapters.resolved import RawTensor
 from corun.runtime.errors import AdapterError
 from hypothesis import given
@@ -151,7 +152,8 @@ def test_a_file_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.
         read(tmp_path)
 
 
-def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "_BATCH_BYTES", 1)
     path = write(tmp_path) / _NAME
     with Checkpoint(tmp_path, max_tensor_bytes=1 << 20) as checkpoint:
         tensors = checkpoint.read(checkpoint.tensors)
@@ -184,6 +186,33 @@ def test_the_same_as_the_library_reads(tmp_path: Path) -> None:
             for raw, data in found:
                 assert raw.shape == shape
                 assert bytes(data) == values[raw.name].tobytes()
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 40, 1 << 20])
+def test_batches_are_adjacent_small_and_framed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
+) -> None:
+    """Also where each call of the kernel returns less than it is asked for."""
+    monkeypatch.setattr(checkpoint_module, "_BATCH_BYTES", batch_bytes)
+    preadv = os.preadv
+
+    def read_some(descriptor: int, parts: Any, *where: int) -> int:
+        first, *others = parts
+        return preadv(descriptor, [first, others[0][:3]] if others else [first[:5]], *where)
+
+    monkeypatch.setattr(os, "preadv", read_some)
+    sizes = {"a": 5, "b": 0, "c": 3, "d": 9, "e": 1, "f": 2}
+    values = {name: np.full(size, index, np.int32) for index, (name, size) in enumerate(sizes.items())}
+    write(tmp_path, **values)
+    with Checkpoint(tmp_path, max_tensor_bytes=1 << 20) as checkpoint:
+        wanted = [one for one in checkpoint.tensors if one.name != "e"]  # f does not follow d
+        batches = []
+        for stored, framed in checkpoint.read_batches(wanted):
+            batches.append([raw.name for raw, _ in stored])
+            assert all(bytes(data) == values[raw.name].tobytes() for raw, data in stored)
+            assert bytes(framed) == b"".join(part_head(len(data)) + data for _, data in stored)
+    small = [["a"], ["b"], ["c"], ["d"]] if batch_bytes == 1 else [["a", "b", "c"], ["d"]]
+    assert batches == [*(small if batch_bytes <= 40 else [["a", "b", "c", "d"]]), ["f"]]
 
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

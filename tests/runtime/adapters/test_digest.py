@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from corun.runtime.adapters.digest import ContentDigest, LayerDigest, TensorKind, digest_head
+from corun.runtime.adapters.digest import ContentDigest, LayerDigest, TensorKind, digest_head, part_head
 from corun.runtime.adapters.lora_spec import LoraSpec
 
 KINDS: list[TensorKind] = [("a", "F32", (2,)), ("b", "F32", (3,))]
@@ -21,7 +21,7 @@ def head(*kinds: TensorKind, **fields: Any) -> bytes:
 def layer(*tensors: bytes) -> bytes:
     digest = LayerDigest()
     for data in tensors:
-        digest.add(memoryview(data))
+        digest.add(memoryview(part_head(len(data)) + data))
     return digest.digest()
 
 

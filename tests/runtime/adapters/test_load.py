@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from corun.gpu.model.targets import build_target_map
 from corun.runtime.adapters.digest import ContentDigest
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.adapters.resolve import ResolveError
-from corun.runtime.adapters.resolved import RawTensor
+from corun.runtime.adapters.resolved import RawTensor, StoredTensor
 from corun.runtime.adapters.target_map import Target, TargetMap
 from corun.runtime.errors import AdapterError
 from numpy.typing import NDArray
@@ -30,8 +30,8 @@ def read(directory: Path, max_rank: int = 64) -> OpenAdapter:
         return source
 
 
-def _leave(raw: RawTensor, data: memoryview) -> None:
-    """Ignore the tensor."""
+def _leave(tensors: Sequence[StoredTensor]) -> None:
+    """Ignore the tensors."""
 
 
 def test_the_digest_is_the_same_in_any_directory_and_changes_with_content(tmp_path: Path) -> None:
@@ -239,9 +239,10 @@ def test_layers_are_read_in_their_order_and_handed_over_before_they_count(tmp_pa
     target_map = save_layers(tmp_path)
     found: list[object] = []
 
-    def take(raw: RawTensor, data: memoryview) -> None:
-        assert raw.num_bytes == data.nbytes
-        found.append(float(np.frombuffer(data, np.float32)[0]))
+    def take(tensors: Sequence[StoredTensor]) -> None:
+        for raw, data in tensors:
+            assert raw.num_bytes == data.nbytes
+            found.append(float(np.frombuffer(data, np.float32)[0]))
 
     with open_adapter(tmp_path, target_map, max_rank=1) as source:
         for layer in source.read_layers(take):
@@ -336,8 +337,8 @@ def test_a_directory_of_a_gguf_adapter(tmp_path: Path, *, has_config: bool) -> N
 def test_bad_values_name_the_directory_too(tmp_path: Path) -> None:
     save_adapter(tmp_path)
 
-    def refuse(raw: RawTensor, data: memoryview) -> None:
-        raise AdapterError(f"{raw.name} holds nonsense")
+    def refuse(tensors: Sequence[StoredTensor]) -> None:
+        raise AdapterError(f"{tensors[0][0].name} holds nonsense")
 
     with (
         open_adapter(tmp_path, _TARGET_MAP, max_rank=64) as source,

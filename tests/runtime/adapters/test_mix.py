@@ -12,7 +12,7 @@ from corun.runtime.adapters.conventions import NO_CONVENTIONS, AdapterConvention
 from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.adapters.load_mix import OpenMix, open_mix
 from corun.runtime.adapters.mix import LoRAMix, conventions_of_mix
-from corun.runtime.adapters.resolved import MixSource, PartSource, RawTensor
+from corun.runtime.adapters.resolved import MixSource, PartSource, StoredTensor
 from corun.runtime.errors import AdapterError, RequestError
 from support.architectures import make_model
 from support.peft_adapters import edit_config, edit_tensors, save_adapter
@@ -31,7 +31,7 @@ def source_of(directory: Path, scales: Sequence[float], **second: Any) -> MixSou
     parts = []
     for name, scale in zip("ab", scales, strict=True):
         with open_part(str(directory / name)) as part:
-            list(part.read_layers(lambda raw, data: None))
+            list(part.read_layers(lambda tensors: None))
             digest = part.digest.hexadecimal
         parts.append(PartSource(name, str(directory / name), digest, scale))
     return MixSource(tuple(parts), NO_CONVENTIONS)
@@ -40,8 +40,9 @@ def source_of(directory: Path, scales: Sequence[float], **second: Any) -> MixSou
 def read(mix: OpenMix) -> dict[str, np.ndarray]:
     found = {}
 
-    def keep(raw: RawTensor, data: memoryview) -> None:
-        found[raw.name] = np.frombuffer(bytes(data), np.float32).reshape(raw.shape)
+    def keep(tensors: Sequence[StoredTensor]) -> None:
+        for raw, data in tensors:
+            found[raw.name] = np.frombuffer(bytes(data), np.float32).reshape(raw.shape)
 
     with mix:
         list(mix.read_layers(keep))
