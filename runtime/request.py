@@ -118,9 +118,8 @@ class Request:
         # Called in each step for each request, so it is written to be fast.
         num_left = num_predicted + len(self.prompt_token_ids) - self.num_known_tokens
         if num_left <= 0:
-            num_left = num_predicted // _OUTGROWN_DIVISOR
-        most = self.max_total_tokens - self.num_known_tokens
-        num_left = min(num_left, most)
+            most = self.max_total_tokens - self.num_known_tokens
+            num_left = min(num_predicted // _OUTGROWN_DIVISOR, most)
         return num_left - 1 if num_left > 0 else 0
 
     @property

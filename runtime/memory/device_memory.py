@@ -175,8 +175,8 @@ class DeviceMemory:
         if verdict is not None:
             return verdict
         num_blocks = need.kv_bytes // self.block_bytes - len(path)
-        num_to_come = need.running.num_growth_blocks(request, len(path))
-        if not self.room.admits(need, path, num_blocks, num_to_come):
+        num_to_come = self.room.blocks_to_come(need, path, num_blocks)
+        if num_to_come is None:
             return Verdict.NO_KV
         self.prefixes.hold(path)
         # Renew the reservation: it may contain blocks of ended requests, or of the held path.

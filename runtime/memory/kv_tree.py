@@ -168,13 +168,16 @@ class KvTree:
             siblings = root.children
         node = siblings.get(tokens)
         if node is None:
-            node = siblings[tokens] = KvNode(tokens, depth, self.block_bytes, parent, root)
+            # The request's reference to the parent becomes the node's.
+            node = KvNode(tokens, depth, self.block_bytes, parent, root, num_references=1)
+            siblings[tokens] = node
             self.num_nodes += 1
             if root is None:
                 self._detached.add(node)
-        self.hold(node)
-        if parent is not None:
-            parent.num_references -= 1  # the node refers to it
+        else:
+            self.hold(node)
+            if parent is not None:
+                parent.num_references -= 1
         if node.block_id is None:
             self.assign_block(node, block_id)
         return node
@@ -218,10 +221,13 @@ class KvTree:
         self._free_slot(node, freed)
         return freed
 
-    def evict(self, node: KvNode) -> FreedKv:
-        """Free the block of a free leaf. Without a copy on the host, remove it with descendants."""
+    def evict(self, node: KvNode, freed: FreedKv | None = None) -> FreedKv:
+        """Free the block of a free leaf. Without a copy on the host, remove it with descendants.
+
+        Returns ``freed`` with what was freed; None = nothing before.
+        """
         assert node.is_free_leaf, node
-        freed = FreedKv([], [])
+        freed = FreedKv([], []) if freed is None else freed
         if node.host_slot is not None:
             self._free_block(node, freed)
             self._policy.remove(node)

@@ -246,7 +246,7 @@ class PrefixCache:
         node = self._tree.insert(namespace, parent, token_ids, block_id)
         self._policy.visit(node, now_s)
         self._reuse.record(num_computed=1)
-        if self.num_evictable_blocks != self._pool.num_cached_blocks:
+        if self._tree.num_unreferenced_blocks != self._pool.num_cached_blocks:
             # An equal block was there without holds. It is in use now, so it cannot be reserved.
             self._mark_cached()
             self._pool.reserve_growth(self._pool.num_reserved_blocks)
@@ -267,8 +267,15 @@ class PrefixCache:
 
     def evict(self, node: KvNode) -> None:
         """Evict the block of a free leaf."""
-        assert self._tree is not None
-        self.free(self._tree.evict(node))
+        self.evict_all((node,))
+
+    def evict_all(self, nodes: Iterable[KvNode]) -> None:
+        """Evict the blocks of nodes, each of which is a free leaf when it is taken."""
+        freed = FreedKv([], [])
+        for node in nodes:
+            assert self._tree is not None
+            self._tree.evict(node, freed)
+        self.free(freed)
 
     def node_at(self, block_id: BlockId) -> KvNode | None:
         """Return the node that has a block; None if the block is free, or a request's own."""
@@ -283,8 +290,7 @@ class PrefixCache:
     def evict_block(self, block_id: BlockId) -> None:
         """Evict an unreferenced block, and before it the blocks of its descendants."""
         assert self._tree is not None
-        for one in self.evicted_with(block_id):
-            self.evict(self._tree.by_block[one])
+        self.evict_all([self._tree.by_block[one] for one in self.evicted_with(block_id)])
 
     def evict_behind(self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]) -> bool:
         """Evict the KV of ``adapter_id`` that no version on the device can use.
@@ -296,8 +302,7 @@ class PrefixCache:
         for namespace in self._namespaces.get(adapter_id, ()):
             if not any(map(is_on_device, self._versions[namespace])):
                 assert self._tree is not None
-                for node in self._tree.unreferenced(namespace):
-                    self.evict(node)
+                self.evict_all(self._tree.unreferenced(namespace))
                 num_left += self._tree.num_blocks_of(namespace)
         return not num_left
 

@@ -157,15 +157,18 @@ class RoomMaker:
         most_bytes = pool.budget.reservable_bytes - self._cache.idle_bytes(adapter_id)
         return num_blocks * pool.block_bytes <= most_bytes
 
-    def admits(self, need: Need, path: Sequence[KvNode], num_blocks: int, num_to_come: int) -> bool:
-        """Whether there is room for a request and for the growth of all running requests.
+    def blocks_to_come(self, need: Need, path: Sequence[KvNode], num_blocks: int) -> int | None:
+        """Return the growth with a request, its ``num_blocks`` included; None if there is no room.
 
         If no request is running, ``num_blocks`` for the known tokens are enough: nothing competes
         for its growth.
         """
-        if len(need.running):
-            num_blocks = num_to_come + need.running.headroom_blocks
-        return self.has_room_for(need.request.adapter_id, num_blocks, path)
+        adapter_id, running = need.request.adapter_id, need.running
+        if not self.has_room_for(adapter_id, num_blocks, path):
+            return None
+        num_to_come = running.num_growth_blocks(need.request, len(path))
+        most_blocks = num_to_come + running.headroom_blocks
+        return None if len(running) and not self.has_room_for(adapter_id, most_blocks, path) else num_to_come
 
     def reclaim_for(self, need: Need, num_blocks: int) -> None:
         """Do ``reclaim`` of blocks for a request that is to be admitted."""
@@ -235,17 +238,28 @@ class RoomMaker:
         Returns False without evictions if that is impossible. Items are evicted one by one, because
         the eviction of a leaf makes its parent evictable. ``reason``: purpose of the room.
         """
+        if num_bytes <= 0 and num_blocks <= 0:
+            return True
         num_cached = self._prefixes.num_evictable_blocks
         most_bytes = num_cached * self._pool.block_bytes
         if self._cache.limit_bytes is None:
             most_bytes += self._cache.evictable_bytes(include_waiting=include_waiting, keep=keep)
         if num_blocks > num_cached or num_bytes > most_bytes:
             return False
-        while num_bytes > 0 or num_blocks > 0:
-            item = self._victim(include_waiting=include_waiting, keep=keep, is_block=num_bytes <= 0)
-            freed_bytes, freed_blocks = self._evict(item, reason)
-            num_bytes -= freed_bytes
-            num_blocks -= freed_blocks
+
+        def blocks() -> Iterator[KvNode]:
+            nonlocal num_bytes, num_blocks
+            while num_bytes > 0 or num_blocks > 0:
+                item = self._victim(include_waiting=include_waiting, keep=keep, is_block=num_bytes <= 0)
+                freed_bytes, freed_blocks = item.num_bytes, 1
+                if isinstance(item, KvNode):
+                    yield item
+                else:
+                    freed_bytes, freed_blocks = self._evict(item, reason)
+                num_bytes -= freed_bytes
+                num_blocks -= freed_blocks
+
+        self._prefixes.evict_all(blocks())
         return True
 
     def swap_out(self, num_bytes: int) -> None:

@@ -99,8 +99,7 @@ class KvSwapper:
         if request.found.num_swap_ins == _MAX_SWAP_INS or not self.is_copy_faster(nodes):
             return None
         num_blocks = need.kv_bytes // pool.block_bytes - num_found
-        num_to_come = need.running.num_growth_blocks(request, num_found)
-        if not self._room.admits(need, path[:num_found], num_blocks, num_to_come):
+        if self._room.blocks_to_come(need, path[:num_found], num_blocks) is None:
             return Verdict.NO_KV
         self._prefixes.hold(path)
         num_reserved = need.running.num_growth_blocks()

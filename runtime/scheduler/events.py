@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..plan import RequestId, TokenLogprobs
-from ..request import Request
 
 
 class FinishReason(enum.StrEnum):
@@ -98,20 +97,3 @@ class SchedulerCounters:
     def num_preemptions(self) -> int:
         """Total over all causes."""
         return self.preemptions.total()
-
-
-def finish_reason_of(request: Request, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-    """Return why ``token_id``, the last output token, ends ``request``; None = it does not.
-
-    End and stop tokens among the first ``min_tokens`` do not count. The sampler draws none there.
-    """
-    sampling = request.sampling
-    num_output_tokens = len(request.output_token_ids)
-    if num_output_tokens > sampling.min_tokens:
-        if token_id in eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP
-    if len(request.prompt_token_ids) + num_output_tokens >= request.max_total_tokens:
-        return FinishReason.LENGTH
-    return None

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ..plan import Outcome, RequestId, RetryCause, RowResult
 from ..request import Request, RequestStatus
-from .events import FinishReason, RequestUpdate, SchedulerCounters, finish_reason_of
+from .events import FinishReason, RequestUpdate, SchedulerCounters
 from .recovery import Recovery
 from .running_set import RunningSet
 from .step_draft import InFlightStep
@@ -45,18 +45,22 @@ class ResultReader:
         """
         result_of = {result.request_id: result for result in results}
         events: list[RequestUpdate] = []
+        ended, tokens, voided = RequestStatus.ENDED, Outcome.TOKENS, step.voided  # looked up once
+        is_recovering, kept_size = bool(self._recovery), self._running.kept_size
+        self._running.end_step(step.rows)
         for request, start, num_tokens, has_sample, was_alone in _rows(step):
-            self._running.end_step(request)
             request_id = request.request_id
-            if request.status is RequestStatus.ENDED or request_id in step.voided:
+            if request.status is ended or request_id in voided:
                 continue
             result = result_of.get(request_id)
-            if result is None or result.outcome is Outcome.TOKENS:
-                if self._recovery:
+            if result is None or result.outcome is tokens:
+                if is_recovering:
                     self._recovery.discard(request_id)
+                end = start + num_tokens
                 if start < len(request.prompt_token_ids):
-                    self._count_prompt(request, start + num_tokens)
-                self._running.computed(request, start + num_tokens, now_s)
+                    self._count_prompt(request, end)
+                if end >= request.num_kept_tokens + kept_size:
+                    self._running.computed(request, end, now_s)
                 if has_sample:
                     events.append(self._take_tokens(request, result))
             elif result.outcome is Outcome.RETRY and self._recovery.may_retry(
@@ -74,8 +78,8 @@ class ResultReader:
     def fail(self, step: InFlightStep, error: str) -> list[RequestUpdate]:
         """Fail all requests of a step that never returns. Return their events."""
         events: list[RequestUpdate] = []
+        self._running.end_step(step.rows)
         for request, *_ in _rows(step):
-            self._running.end_step(request)
             if request.status is not RequestStatus.ENDED:
                 events.append(_failure(request, error))
         return events
@@ -88,27 +92,32 @@ class ResultReader:
         if result is None or not result.token_ids:
             return _failure(request, "the executor returned no token for a row that samples")
         request.num_in_flight_samples -= 1
-        reason, num_tokens = None, 0
-        for token_id in result.token_ids:
-            request.output_token_ids.append(token_id)
-            num_tokens += 1
-            reason = finish_reason_of(request, token_id, self._eos_token_ids)
-            if reason is not None:
+        token_ids, output, sampling = result.token_ids, request.output_token_ids, request.sampling
+        ends = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
+        stops, reason = sampling.stop_token_ids, None
+        num_left = request.max_total_tokens - len(request.prompt_token_ids) - len(output)
+        for num_tokens, token_id in enumerate(token_ids, start=1):
+            output.append(token_id)
+            # End tokens among the first ``min_tokens`` do not count. The sampler draws none there.
+            if (token_id in ends or token_id in stops) and len(output) > sampling.min_tokens:
+                reason = FinishReason.STOP
                 break
-        request.num_known_tokens += num_tokens - 1  # the sampled one counts already
+            if num_tokens >= num_left:
+                reason = FinishReason.LENGTH
+                break
+        if num_tokens > 1:
+            request.num_known_tokens += num_tokens - 1  # the sampled one counts already
         self._counters.generated_tokens += num_tokens
-        if result.is_last and num_tokens == len(result.token_ids):
+        if result.is_last and num_tokens == len(token_ids):
             reason = FinishReason.STOP
-        is_end = token_id in self._eos_token_ids or token_id in request.sampling.stop_token_ids
+        is_end = reason is not None and (token_id in self._eos_token_ids or token_id in stops)
         stop_token_id = token_id if is_end and reason is FinishReason.STOP else None
-        return RequestUpdate(
-            request.request_id,
-            result.token_ids[:num_tokens],
-            result.logprobs,
-            reason,
-            stop_token_id,
-            prompt_logprobs=result.prompt_logprobs,
+        event = RequestUpdate(
+            request.request_id, token_ids[:num_tokens], result.logprobs, reason, stop_token_id
         )
+        if result.prompt_logprobs is None:
+            return event
+        return event._replace(prompt_logprobs=result.prompt_logprobs)
 
     def _count_prompt(self, request: Request, end: int) -> None:
         """Count prompt tokens before position ``end``, each once."""

@@ -8,8 +8,10 @@ request's own. No request writes to a block in the tree: it begins behind the bl
 and stores a block when the step that filled it has returned.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
+from itertools import chain
 
 from ..memory.device_memory import DeviceMemory
 from ..memory.grant import Grant
@@ -28,6 +30,8 @@ class RunningSet:
         self.headroom_blocks = round(config.growth_headroom * memory.num_blocks)
         self._memory = memory
         self._block_size = config.block_size
+        # Tokens of a block that is stored once it is computed.
+        self.kept_size = config.block_size if memory.keeps_prefixes else math.inf
         self._requests: dict[RequestId, Request] = {}
         self._grants: dict[RequestId, Grant] = {}  # of running and draining ones
         self._draining: dict[RequestId, Request] = {}
@@ -76,7 +80,7 @@ class RunningSet:
             insort(rooms, num_known_blocks * size - num_known_tokens)
             num_whole, num_left = divmod(num_tokens, size)
             needs.append(num_blocks + number * num_whole + bisect_left(rooms, num_left))
-        num_held_blocks = sum(len(request.block_ids) for request in requests) + num_found_blocks
+        num_held_blocks = sum([len(request.block_ids) for request in requests]) + num_found_blocks
         return max(0, max(needs) - num_held_blocks)
 
     def grow(self, request: Request) -> bool:
@@ -114,11 +118,9 @@ class RunningSet:
 
     def computed(self, request: Request, num_tokens: int, now_s: float) -> None:
         """Store the whole blocks of the first ``num_tokens`` tokens, which have been computed."""
-        size = self._block_size
-        if request.num_kept_tokens + size > num_tokens or not self._memory.keeps_prefixes:
-            return
         if request.status is not RequestStatus.RUNNING:
             return
+        size = self._block_size
         grant = self._grants[request.request_id]
         while request.num_kept_tokens + size <= num_tokens:
             start = request.num_kept_tokens
@@ -126,14 +128,16 @@ class RunningSet:
             self._memory.store(grant, request.kv_namespace, token_ids, now_s)
             request.num_kept_tokens += size
 
-    def end_step(self, request: Request) -> None:
-        """Record that a step with a row of ``request`` has returned."""
-        request.num_in_flight_steps -= 1
-        if request.num_in_flight_steps == 0:
-            request.is_held = False
-            if request.request_id in self._draining:
-                del self._draining[request.request_id]
-                self._memory.release(self._grants.pop(request.request_id))
+    def end_step(self, rows: Iterable[Iterable[Request]]) -> None:
+        """Record that a step with these rows, one of each request, has returned."""
+        draining = self._draining
+        for request in chain.from_iterable(rows):
+            request.num_in_flight_steps -= 1
+            if not request.num_in_flight_steps:
+                request.is_held = False
+                if request.request_id in draining:
+                    del draining[request.request_id]
+                    self._memory.release(self._grants.pop(request.request_id))
 
     def check_invariants(self) -> None:
         """Assert that blocks, tokens and states of all requests agree."""

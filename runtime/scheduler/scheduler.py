@@ -289,8 +289,10 @@ class Scheduler:
         self._policy.add(request, now_s)
 
     def _finish_events(self, events: list[RequestUpdate], now_s: float) -> list[RequestUpdate]:
-        events = [self._complete(event, now_s) for event in events]
-        for event in events:
+        for index, event in enumerate(events):
+            if event.finish_reason is None and event.request_id not in self.timelines.open_ids:
+                continue  # neither its first token nor its end
+            events[index] = self._complete(event, now_s)
             if event.finish_reason is not None:
                 request = self._requests[event.request_id]
                 if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -317,14 +319,11 @@ class Scheduler:
         request = self._requests[event.request_id]
         # All of its output tokens are in this event.
         is_first = 0 < request.num_output_tokens == len(event.token_ids)
+        event = event._replace(timing=self.timelines.end(event.request_id, now_s))
         if event.finish_reason is not None:
             event = event._replace(
-                num_preemptions=request.tally.num_preemptions,
-                num_squashes=request.tally.num_squashes,
-                timing=self.timelines.end(event.request_id, now_s),
+                num_preemptions=request.tally.num_preemptions, num_squashes=request.tally.num_squashes
             )
-        elif is_first:
-            event = event._replace(timing=self.timelines.end(event.request_id, now_s))
         if not is_first:
             return event
         return event._replace(

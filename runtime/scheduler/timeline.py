@@ -91,6 +91,7 @@ class Timelines:
         self.total_s: dict[str, float] = {}  # of all closed timelines
         self._times = times
         self._open: dict[RequestId, _Timeline] = {}
+        self.open_ids = self._open.keys()  # a live view
         self._running: dict[RequestId, _Timeline] = {}  # the open ones of running requests
 
     def arrived(self, request: Request, now_s: float) -> None:

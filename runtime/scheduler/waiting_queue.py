@@ -31,6 +31,7 @@ class WaitingQueue:
         self._front: list[_Entry] = []  # sorted; may contain removed requests
         self._rest: list[_Entry] = []  # heap of entries behind the front
         self._num_added = 0
+        self._has_removed = False  # since the front was last cleared of removed requests
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -43,7 +44,9 @@ class WaitingQueue:
 
         Only one iteration at a time: a new one invalidates the previous.
         """
-        self._front = [entry for entry in self._front if self._is_waiting(entry)]
+        if self._has_removed:
+            self._front = [entry for entry in self._front if self._is_waiting(entry)]
+            self._has_removed = False
         index = 0
         while index < len(self._front) or self._see_next():
             entry = self._front[index]
@@ -65,6 +68,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         del self._numbers[request.request_id]
+        self._has_removed = True
         if len(self._rest) > 2 * len(self._numbers) + _MAX_FRONT:
             self._rest = [entry for entry in self._rest if self._is_waiting(entry)]
             heapq.heapify(self._rest)

@@ -74,7 +74,8 @@ class CorunMemoryPolicy:
 
     def remove(self, item: MemoryItem) -> None:
         uses = self._uses.pop(item, None)
-        self._remember(item, uses)
+        if self.rules.watermarks is not None:
+            self._remember(item, uses)
         if uses is None:
             return
         if uses.rank is not None:  # else it was in use until now, and no victim
@@ -105,9 +106,7 @@ class CorunMemoryPolicy:
         return uses.frequency * math.exp((uses.arrival - self._num_arrivals) / DECAY_ARRIVALS)
 
     def _remember(self, item: MemoryItem, uses: _Uses | None) -> None:
-        """Remember the uses of an item that leaves, if it can return and the swapper is on."""
-        if self.rules.watermarks is None:
-            return
+        """Remember the uses of an item that leaves, if it can return."""
         self._away.pop(item, None)
         if uses is not None and item.can_return:
             self._away[item] = uses

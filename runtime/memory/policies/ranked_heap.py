@@ -29,21 +29,24 @@ class RankedHeap:
 
     def ranked(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         """Yield adapters, blocks, or both by rank. The heap must not change meanwhile."""
-        kinds = (False, True) if is_adapter is None else (is_adapter,)
-        parts = [self._entries(is_adapter=kind) for kind in kinds if self._tickets[kind]]
-        entries = parts[0] if len(parts) == 1 else merge(*parts)
-        return map(_ITEM, entries)
+        if is_adapter is None:
+            is_adapter = bool(self._tickets[True])
+            if is_adapter and self._tickets[False]:
+                return map(_ITEM, merge(self._entries(is_adapter=False), self._entries(is_adapter=True)))
+        return map(_ITEM, self._entries(is_adapter=is_adapter))
 
     @property
     def lowest_rank(self) -> float | None:
         """The lowest rank of all items; None if there is none."""
-        return min((heap[0][0] for heap in self._heaps.values() if heap), default=None)
+        tops = [heap[0] for heap in self._heaps.values() if heap]
+        return min(tops)[0] if tops else None
 
     def push(self, item: MemoryItem, rank: float) -> None:
         """Add an item, which must not be in the heap."""
-        assert item not in self, item
+        tickets = self._tickets[item.is_adapter]
+        assert item not in tickets, item
         self._num_pushed += 1
-        self._tickets[item.is_adapter][item] = self._num_pushed
+        tickets[item] = self._num_pushed
         heappush(self._heaps[item.is_adapter], (rank, self._num_pushed, item))
 
     def remove(self, item: MemoryItem) -> None:
@@ -53,14 +56,14 @@ class RankedHeap:
         if len(heap) > 2 * len(tickets) + _FEW_DEAD:
             heap[:] = [entry for entry in heap if tickets.get(entry[2]) == entry[1]]
             heapify(heap)
-        while heap and tickets.get(heap[0][2]) != heap[0][1]:
+        while heap and tickets.get((top := heap[0])[2]) != top[1]:
             heappop(heap)
 
     def _entries(self, *, is_adapter: bool) -> Iterator[_Entry]:
         heap, tickets = self._heaps[is_adapter], self._tickets[is_adapter]
         size = len(heap)
         # No entry is before its parent, so the next one is always a child of one that was seen.
-        frontier = [(rank, ticket, 0) for rank, ticket, _ in heap[:1]]
+        frontier = [(*heap[0][:2], 0)] if heap else []
         while frontier:
             _, ticket, place = heappop(frontier)
             entry = heap[place]
