@@ -49,6 +49,7 @@ class KvNode:
     host_slot: HostSlot | None = None
     num_references: int = 0  # holds of requests and copies, and referenced children
     num_device_children: int = 0  # those with a block
+    is_awaited: bool = False  # it was copied to the device for a request, and none has held it since
     children: "dict[bytes, KvNode]" = field(default_factory=dict, repr=False)
 
     @property
@@ -120,6 +121,7 @@ class KvTree:
             held.num_references += 1
             if held.num_references > 1:
                 return
+            held.is_awaited = False
             if held.block_id is not None:
                 self.num_unreferenced_blocks -= 1
                 self.num_claims += 1
@@ -346,7 +348,7 @@ class KvTree:
         assert node.block_id is not None, node
         freed.block_ids.append(node.block_id)
         del self.by_block[node.block_id]
-        node.block_id = None
+        node.block_id, node.is_awaited = None, False
         self.num_device_blocks -= 1
         if node.parent is not None:
             node.parent.num_device_children -= 1

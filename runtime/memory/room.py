@@ -273,8 +273,9 @@ class RoomMaker:
 
     def _may_go(self, item: MemoryItem) -> bool:
         """Whether nothing waits for an item or is lost with it: KV that is tied to an adapter."""
-        if not isinstance(item, DeviceCopy):
-            return True
+        if isinstance(item, KvNode):
+            return not item.is_awaited
+        assert isinstance(item, DeviceCopy)
         is_tied = self._cache.policy.rules.ties_kv_to_adapter
         if is_tied and self._prefixes.num_blocks_of_version(item.adapter_id)[0]:
             return False

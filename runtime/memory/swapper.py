@@ -196,6 +196,8 @@ class KvSwapper:
             if has_failed:  # with descendants
                 self._prefixes.free(self._tree.drop_content(copy.nodes[0]))
             self._prefixes.release(copy.nodes)
+            for node in copy.nodes if copy.is_demand else ():
+                node.is_awaited = node.block_id is not None and not node.num_references
             return
         self._num_leaving -= len(copy.nodes)
         for node, slot in zip(copy.nodes, copy.command.host_slots, strict=True):
