@@ -52,7 +52,8 @@ class WatermarkSwaps:
         """All parts belong to the device memory; the policy of ``cache`` has watermarks."""
         marks = cache.policy.rules.watermarks
         assert isinstance(cache.policy, SwappingPolicy) and marks is not None, cache.policy
-        self._marks = marks
+        self._interval_s = marks.interval_s
+        self._low_bytes = int(marks.low * pool.budget.capacity_bytes)
         self._high_bytes = int(marks.high * pool.budget.capacity_bytes)
         self._pool = pool
         self._cache = cache
@@ -84,38 +85,42 @@ class WatermarkSwaps:
         ``may_bring``: False = memory must not fill up now.
         """
         to_device = [one for one in self._transfers if one.direction is Direction.TO_DEVICE]
+        open_bytes = sum(sum(one.part_bytes) for one in to_device)
         may_bring = may_bring and not any(one.is_demand for one in to_device)
         if not may_bring:
             self._decided.clear()
-        self._must_look = True
-        open_bytes = sum(sum(one.part_bytes) for one in to_device)
-        has_chosen = False
-        if now_s >= self._look_s:
-            self._look_s = now_s + self._marks.interval_s
-            is_bringing = bool(open_bytes or self._decided)
-            self._must_look = self._look(may_bring=may_bring, is_bringing=is_bringing)
-            has_chosen = not is_bringing and bool(self._decided)
+        may_choose = may_bring and not (open_bytes or self._decided)
+        is_due, used_bytes = now_s >= self._look_s, self.used_bytes
+        if is_due:
+            self._look_s = now_s + self._interval_s
+            self._look(may_choose=may_choose)
+        has_freed = self.used_bytes < used_bytes
         while self._decided and open_bytes < _MAX_OPEN_BYTES:
             # Requests may have taken memory since the look.
             if self.used_bytes + self._num_bytes(self._decided[0]) > self._high_bytes:
                 self._decided.clear()
                 break
             open_bytes += self._begin(self._decided.popleft(), now_s)
-        if has_chosen and not open_bytes:  # the next look would choose the same
-            self._must_look = False
+        # Without an event, a look after one that moved nothing would move nothing. The end of a
+        # transfer is an event.
+        if self.used_bytes > self._high_bytes:
+            self._must_look = has_freed or not is_due
+        else:
+            has_chosen = is_due and may_choose
+            may_choose = may_bring and not (open_bytes or has_chosen)
+            self._must_look = may_choose and self.used_bytes < self._low_bytes
 
-    def _look(self, *, may_bring: bool, is_bringing: bool) -> bool:
-        """Swap out, or decide what to bring. Return whether another look may find more."""
-        used_bytes = self.used_bytes
-        excess_bytes = used_bytes - self._high_bytes
+    def _look(self, *, may_choose: bool) -> None:
+        """Swap out, or decide what to bring."""
+        excess_bytes = self.used_bytes - self._high_bytes
         if excess_bytes > 0:
             self._room.swap_out(excess_bytes)
-            return self.used_bytes < used_bytes
-        idle_bytes = int(self._marks.low * self._pool.budget.capacity_bytes) - used_bytes
-        if idle_bytes <= 0 or is_bringing or not may_bring:
-            return idle_bytes > 0
-        self._decided.extend(self._choose(idle_bytes, -excess_bytes))
-        return bool(self._decided)
+            return
+        pool, idle_bytes = self._pool, self._low_bytes - self.used_bytes
+        # Running requests will use what is reserved, so that what came there would leave again.
+        free_bytes = pool.budget.free_bytes - pool.num_reserved_blocks * pool.block_bytes
+        if may_choose and min(idle_bytes, free_bytes) > 0:
+            self._decided.extend(self._choose(idle_bytes, min(free_bytes, -excess_bytes)))
 
     def _choose(self, idle_bytes: int, most_bytes: int) -> list[_Swap]:
         """Choose swaps of at least ``idle_bytes`` if there are so many, and of ``most_bytes`` at most."""
@@ -126,7 +131,9 @@ class WatermarkSwaps:
             if num_bytes >= idle_bytes:
                 break
             adapter_id = self._adapter_of(item, adapters) if isinstance(item, KvNode) else item
-            if adapter_id is not None and not self._can_load(adapter_id, adapters):
+            if adapter_id is not None and (
+                adapter_id in adapters or not self._can_load(adapter_id, num_bytes)
+            ):
                 continue
             adapter_bytes = 0 if adapter_id is None else self._num_bytes(adapter_id)
             left_bytes = most_bytes - num_bytes - adapter_bytes
@@ -177,12 +184,12 @@ class WatermarkSwaps:
             return self._pool.num_blocks
         return self._max_history_blocks - self._prefixes.num_evictable_blocks
 
-    def _can_load(self, adapter_id: AdapterId, chosen: set[AdapterId]) -> bool:
+    def _can_load(self, adapter_id: AdapterId, chosen_bytes: int = 0) -> bool:
+        """Whether an adapter can be loaded now, beside what has been chosen."""
         adapter = self._loads.known.get(adapter_id)
-        if adapter is None or adapter_id in chosen:
+        if adapter is None or self._cache.state(adapter_id) is not AdapterState.ABSENT:
             return False
-        is_absent = self._cache.state(adapter_id) is AdapterState.ABSENT
-        return is_absent and self._loads.is_from_memory(adapter)
+        return self._loads.is_from_memory(adapter) and self._room.has_adapter_room(adapter, chosen_bytes)
 
     def _adapter_of(self, node: KvNode, chosen: set[AdapterId]) -> AdapterId | None:
         """Return the adapter that must come back before a node, if any."""
@@ -204,7 +211,7 @@ class WatermarkSwaps:
     def _begin(self, swap: _Swap, now_s: float) -> int:
         """Begin a swap if it is still possible. Return its bytes; 0 = it has not begun."""
         if not isinstance(swap, list):
-            if not self._can_load(swap, set()):
+            if not self._can_load(swap):
                 return 0
             adapter = self._loads.known[swap]
             if self._loads.begin(swap, adapter, now_s, is_demand=False) is None:

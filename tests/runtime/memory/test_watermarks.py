@@ -1,5 +1,8 @@
 """The use of memory is kept between two watermarks, beside all that requests wait for."""
 
+import random
+from dataclasses import dataclass
+
 import hypothesis.strategies as st
 import pytest
 from corun.profiles.link import Direction
@@ -9,11 +12,19 @@ from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.kv_tree import KvNode
 from corun.runtime.memory.policies.policy import SwappingPolicy
 from corun.runtime.memory.watermarks import WatermarkSwaps
-from corun.runtime.plan import BASE_ADAPTER, AdapterId, AdapterTransfer, KvTransfer, Transfer, TransferResult
+from corun.runtime.plan import (
+    BASE_ADAPTER,
+    AdapterId,
+    AdapterTransfer,
+    BlockId,
+    KvTransfer,
+    Transfer,
+    TransferResult,
+)
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.kept_prefixes import keep, load, tokens_of
-from support.scheduling import BLOCK_BYTES, facts, make_memory, make_request, make_scheduler
+from support.scheduling import BLOCK_BYTES, BLOCK_SIZE, facts, make_memory, make_request, make_scheduler
 
 NUM_BLOCKS = 100  # with marks at 70 and 95
 BASE, FILLING = b"adapter 0", b"filling"
@@ -346,12 +357,14 @@ def test_swaps_that_would_pass_the_high_mark_are_cancelled() -> None:
 
 def test_a_request_promotes_the_copy_that_it_waits_for() -> None:
     tier = large()
-    first, *_ = tier.plan(20.0)
+    first, *others = tier.plan(20.0)
     scheduler = make_scheduler(memory=tier.memory, max_num_batched_tokens=256, max_model_len=256)
     scheduler.add_request(make_request(1, prompt=(*tokens_of(1, 40), 7)), 20.01)
     plan = scheduler.schedule(20.01)
     assert plan is not None and plan.promoted_transfers == (first.transfer_id,)
-    assert not plan.transfers
+    assert not plan.transfers and scheduler.wake_at_s() is None, "a copy's end leads to the next plan"
+    tier.end(first, *others)
+    assert scheduler.schedule(20.02) is not None
     assert scheduler.wake_at_s() == tier.swaps.wake_at_s == pytest.approx(20.1)
 
 
@@ -359,112 +372,276 @@ def test_no_room_that_is_reserved_for_growth_is_taken() -> None:
     tier = Tier()
     tier.away(1, 40, 10.0)
     tier.memory.pool.reserve_growth(90)
-    assert tier.plan(20.0) == [] and tier.memory.pool.num_reserved_blocks == 90
-    assert tier.swaps.wake_at_s is None, "nothing changes until an event"
+    transfers = tier.plan(20.0)
+    assert blocks_of(transfers) == [10] and tier.memory.pool.num_reserved_blocks == 90
+    tier.end(*transfers)
+    tier.memory.pool.reserve_growth(90)
+    assert tier.plan(20.125) == [] and tier.swaps.wake_at_s is None, "nothing changes until an event"
     tier.memory.pool.reserve_growth(60)
-    assert blocks_of(tier.plan(20.1)) == [40] and tier.memory.pool.num_reserved_blocks == 60
+    assert blocks_of(tier.plan(20.25)) == [30] and tier.memory.pool.num_reserved_blocks == 60
+
+
+def test_no_part_of_a_look_goes_to_an_adapter_without_room() -> None:
+    tier = Tier(limit_bytes=2000)  # which is 20 of 120 blocks
+    for number, num_bytes in ((1, 1000), (2, 1800)):
+        load(tier.memory, number, num_bytes)
+        tier.memory.cache.acquire(AdapterId(number), 5.0)
+        tier.memory.cache.release(AdapterId(number))
+        tier.evict(AdapterId(number))
+    tier.away(1, 40, 10.0)
+    tier.away(200, 40, 11.0)
+    transfers = tier.plan(20.0)
+    assert [one.adapter_id for one in transfers if isinstance(one, AdapterTransfer)] == [2]
+    assert blocks_of(transfers) == [40, 26]
+
+
+def test_while_a_transfer_comes_nothing_wakes_the_swapper() -> None:
+    tier = Tier()
+    tier.away(1, 40, 10.0)
+    assert tier.memory.loads.begin(AdapterId(1), facts(100), 20.0)
+    (demand,) = tier.plan(20.0)
+    assert tier.swaps.wake_at_s is None
+    assert tier.plan(20.05) == [] and tier.swaps.wake_at_s is None
+    tier.end(demand)
+    assert tier.plan(20.06) == [] and tier.swaps.wake_at_s == pytest.approx(20.1)
+    copies = tier.plan(20.125)
+    assert blocks_of(copies) == [40] and tier.swaps.wake_at_s is None
+    tier.end(*copies)
+    assert tier.plan(20.15) == [] and tier.swaps.wake_at_s == pytest.approx(20.225)
+
+
+VARIANTS = ("libra", "libra:dependencies=0", "libra:costs=0", "corun:swapper=1")
+
+
+@dataclass(eq=False)
+class _Running:
+    adapter_id: AdapterId
+    path: list[KvNode]
+    own: list[BlockId]
+    num_growth: int  # blocks
 
 
 class BalanceMachine(RuleBasedStateMachine):
-    """Prefixes and adapters in any order. When nothing happens, swaps go one way, and end."""
+    """Requests and adapters in any order. When nothing happens, swaps go one way, and end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
 
-    @initialize(
-        variant=st.sampled_from(["libra", "libra:dependencies=0", "libra:costs=0", "corun:swapper=1"]),
-        is_window_small=st.booleans(),
-    )
-    def build(self, variant: str, is_window_small: bool) -> None:
-        if is_window_small:  # so that swaps are decided long before they begin
-            self.patch.setattr(watermarks, "_RUN_BYTES", 5 * BLOCK_BYTES)
-            self.patch.setattr(watermarks, "_MAX_OPEN_BYTES", 10 * BLOCK_BYTES)
+    @initialize(variant=st.sampled_from(VARIANTS), window_blocks=st.sampled_from([10, 20, 1000]))
+    def build(self, variant: str, window_blocks: int) -> None:
+        """Begin with three prefixes, and the adapters of two, that only the host has.
+
+        ``window_blocks``: of swaps under way; if they are few, swaps begin long after the decision.
+        """
+        self.patch.setattr(watermarks, "_RUN_BYTES", window_blocks // 2 * BLOCK_BYTES)
+        self.patch.setattr(watermarks, "_MAX_OPEN_BYTES", window_blocks * BLOCK_BYTES)
         self.tier = Tier(variant, num_host_slots=120)
         marks = self.tier.memory.cache.policy.rules.watermarks
         assert marks is not None
         self.most = round(marks.high * NUM_BLOCKS)
         self.open: list[Transfer] = []
+        self.running: list[_Running] = []
+        self.versions = [BASE_ADAPTER, *map(AdapterId, range(1, 5))]  # newest ones
+        self.ways = set[str]()  # of swaps since a request did something, or a transfer failed
+        for number in (0, 3, 3, 4, 4):  # the first request for an adapter loads it
+            self.begin(number, 25, 1.0, 0, stays=False)
+            self.settle()
+        self.need_all(5, with_adapters=True)
 
-    @rule(number=st.integers(0, 5), num_blocks=st.integers(1, 40), seconds=st.floats(0.0, 30.0))
-    def use_prefix(self, number: int, num_blocks: int, seconds: float) -> None:
-        """Find what is there, and compute the rest."""
-        memory = self.tier.memory
-        self.tier.now_s += seconds
-        missing = num_blocks - memory.pool.num_available_blocks
-        if missing > 0:
-            memory.room.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
-        if memory.pool.num_available_blocks >= num_blocks:
-            keep_computed(self.tier, 1_000 * number, num_blocks)
+    @rule(
+        number=st.integers(0, 6),
+        num_blocks=st.integers(1, 60),
+        seconds=st.floats(0.0, 30.0),
+        num_growth=st.sampled_from([0, 10, 40]),
+        stays=st.booleans(),
+    )
+    def begin(self, number: int, num_blocks: int, seconds: float, num_growth: int, stays: bool) -> None:
+        """Find and hold what is readable, and compute the rest, if the adapter is there."""
+        memory, slot = self.tier.memory, max(0, number - 2)
+        self.act(seconds)
+        if not self.is_resident(slot):
+            return
+        adapter_id = self.versions[slot]
+        namespace, tokens = f"adapter {adapter_id}".encode(), tokens_of(1_000 * number, num_blocks)
+        assert memory.swapper is not None
+        path = list(memory.prefixes.match(namespace, tokens, len(tokens)))
+        path = path[: memory.swapper.num_readable(path)]
+        memory.prefixes.hold(path)
+        memory.cache.acquire(adapter_id, self.tier.now_s)
+        memory.prefixes.visit(adapter_id, namespace, path, self.tier.now_s)
+        self.reserve()  # what is held cannot be reserved
+        running = _Running(adapter_id, path, [], num_growth)
+        self.running.append(running)
+        num_missing = num_blocks - len(path)
+        memory.room.reclaim(num_missing, 0, include_waiting=True, keep=adapter_id)
+        for block_id in memory.pool.allocate(num_missing) or ():
+            parent, start = path[-1] if path else None, len(path) * BLOCK_SIZE
+            content = tokens[start : start + BLOCK_SIZE]
+            node = memory.prefixes.store(adapter_id, namespace, parent, content, block_id, self.tier.now_s)
+            path.append(node)
+            if node.block_id != block_id:
+                running.own.append(block_id)
+        if not stays:
+            self.end_request(-1)
 
-    @rule(number=st.integers(1, 4), seconds=st.floats(0.0, 30.0))
-    def use_adapter(self, number: int, seconds: float) -> None:
-        memory, adapter_id = self.tier.memory, AdapterId(number)
-        self.tier.now_s += seconds
-        if memory.cache.state(adapter_id) is AdapterState.ABSENT:
-            adapter = facts(600 * number, f"{number}")
-            memory.room.make_adapter_room(adapter, include_waiting=True)
-            memory.loads.begin(adapter_id, adapter, self.tier.now_s)
-        if memory.cache.state(adapter_id) is AdapterState.RESIDENT:
-            memory.cache.acquire(adapter_id, self.tier.now_s)
-            memory.cache.release(adapter_id)
+    @precondition(lambda self: self.running)
+    @rule(index=st.integers(0, 9))
+    def end_request(self, index: int) -> None:
+        self.act(0.0)
+        running = self.running.pop(index % len(self.running))
+        self.tier.memory.pool.free(running.own)
+        self.tier.memory.prefixes.release(running.path)
+        self.tier.memory.cache.release(running.adapter_id)
+
+    @rule(number=st.integers(1, 4))
+    def replace_version(self, number: int) -> None:
+        self.act(0.0)
+        self.tier.memory.drop(self.versions[number])
+        self.tier.memory.begin_plan(0, self.tier.now_s)
+        self.versions[number] = AdapterId(1 + max(self.versions))
 
     @rule(num_blocks=st.integers(1, 100))
     def make_room(self, num_blocks: int) -> None:
+        self.act(0.0)
         self.tier.memory.room.reclaim(num_blocks, 0, include_waiting=True, keep=BASE_ADAPTER)
 
-    @rule(seconds=st.sampled_from([0.0, 0.05, 0.1, 5.0]), num_ended=st.integers(0, 9))
-    def turn(self, seconds: float, num_ended: int) -> None:
-        before = self.tier.used
-        self.open += self.tier.plan(self.tier.now_s + seconds)
-        assert self.tier.used <= max(self.most, before)
-        ended, self.open = self.open[:num_ended], self.open[num_ended:]
-        self.tier.end(*ended)
+    @rule(num_rounds=st.integers(1, 6), with_adapters=st.booleans())
+    def need_all(self, num_rounds: int, with_adapters: bool) -> None:
+        """Let requests take all that is free, so that idle KV is copied, and leaves."""
+        memory, taken = self.tier.memory, list[BlockId]()
+        for _ in range(num_rounds):
+            taken += memory.pool.allocate(memory.pool.num_available_blocks) or ()
+            self.act(0.0)
+            self.settle()
+            num_blocks = min(20, memory.prefixes.num_evictable_blocks)
+            memory.room.free_up(0, num_blocks, include_waiting=True, keep=BASE_ADAPTER)
+        while with_adapters and memory.room.evict_adapter(include_waiting=True):
+            pass
+        memory.pool.free(taken)
+        self.act(0.0)
+
+    @rule(
+        seconds=st.sampled_from([0.0, 0.05, 0.1, 5.0]),
+        num_ended=st.integers(0, 9),
+        has_failed=st.sampled_from([False, False, True]),
+        num_growths=st.lists(st.sampled_from([0, 0, 90]), min_size=1, max_size=4),
+    )
+    def turn(self, seconds: float, num_ended: int, has_failed: bool, num_growths: list[int]) -> None:
+        """``num_growths``: further blocks that are reserved, in one plan each."""
+        for num_growth in num_growths:
+            self.open += self.plan(seconds, num_growth)
+            ended, self.open = self.open[:num_ended], self.open[num_ended:]
+            self.tier.end(*ended, error="bad luck" if has_failed else None)
+            if has_failed:  # what did not come leaves its memory free
+                self.ways.clear()
 
     @rule()
     def rest(self) -> None:
         """Neither requests nor calls, until nothing would move."""
         tier = self.tier
-        ways = set[str]()
         for _ in range(200):
-            before = tier.used
             tier.end(*self.open)
-            self.open = tier.plan(tier.now_s + 0.1)
-            if num_coming([one for one in self.open if not one.is_demand]):
-                ways.add("in")
-            elif tier.used < before:
-                ways.add("out")
+            self.open = self.plan(0.1)
             if not self.open and tier.swaps.wake_at_s is None:
                 break
         else:
             raise AssertionError("it never ends")
-        assert len(ways) < 2
         still = tier.used
-        assert not any(tier.plan(tier.now_s + 0.1) for _ in range(3)) and tier.used == still
+        assert not any(self.plan(0.1) for _ in range(3)) and tier.used == still
 
     def teardown(self) -> None:
         self.patch.undo()
+        if hasattr(self, "tier"):
+            while self.running:
+                self.end_request(0)
+            self.rest()
+            assert self.tier.memory.pool.num_used_blocks == 0
 
     @invariant()
     def all_agrees(self) -> None:
         if hasattr(self, "tier"):
             self.tier.memory.check_invariants()
 
+    def settle(self) -> None:
+        """End all that is open, and what plans begin then. No time passes."""
+        while begun := self.plan(0.0):
+            self.tier.end(*self.open, *begun)
+            self.open = []
 
-def keep_computed(tier: Tier, first_token: int, num_blocks: int) -> None:
-    """Let a request find a prefix, or compute all of it where its beginning is not readable."""
-    memory = tier.memory
-    assert memory.swapper is not None
-    tokens = tokens_of(first_token, num_blocks)
-    path = list(memory.prefixes.match(BASE, tokens, len(tokens)))
-    path = path[: memory.swapper.num_readable(path)]
-    if path:
-        tier.visit(path, tier.now_s)
-    elif not memory.prefixes.match(BASE, tokens, len(tokens)):
-        tier.visit(keep(memory, first_token, num_blocks, namespace=BASE), tier.now_s)
+    def act(self, seconds: float) -> None:
+        """Let a request do something after so many seconds."""
+        self.tier.now_s += seconds
+        self.ways.clear()
+
+    def plan(self, seconds: float, num_growth: int = 0) -> list[Transfer]:
+        """Return what begins. Swaps go one way, below the high mark, beside reserved blocks and demands."""
+        tier, pool = self.tier, self.tier.memory.pool
+        self.reserve(num_growth)
+        used, num_reserved = tier.used, pool.num_reserved_blocks
+        has_demand = any(one.is_demand for one in tier.memory.transfers)
+        begun = tier.plan(tier.now_s + seconds)
+        num_in = num_coming([one for one in begun if not one.is_demand])
+        assert not (num_in and has_demand)
+        assert tier.used <= max(self.most, used)
+        if num_in == len(begun):  # copies to the host hold what was to be evicted for growth
+            assert pool.num_reserved_blocks == num_reserved
+        if num_in:
+            self.ways.add("in")
+        elif tier.used < used and used > self.most:  # else KV follows its adapter, whose load failed
+            self.ways.add("out")
+        assert len(self.ways) < 2
+        return begun
+
+    def reserve(self, num_more: int = 0) -> None:
+        num_growth = sum(one.num_growth for one in self.running)
+        self.tier.memory.pool.reserve_growth(num_growth + num_more)
+
+    def is_resident(self, number: int) -> bool:
+        """Whether a request can use the newest version of an adapter; if it is absent, it is loaded."""
+        memory, adapter_id = self.tier.memory, self.versions[number]
+        if memory.cache.state(adapter_id) is AdapterState.ABSENT:
+            adapter = facts(600 * number, f"{adapter_id}")
+            memory.room.make_adapter_room(adapter, include_waiting=True)
+            memory.loads.begin(adapter_id, adapter, self.tier.now_s)
+        return memory.cache.state(adapter_id) is AdapterState.RESIDENT
 
 
 TestBalance = BalanceMachine.TestCase
 TestBalance.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=12, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
+
+
+def test_long_histories() -> None:
+    """Longer ones than hypothesis makes, in which most plans follow each other."""
+    for seed in range(20):
+        rng, machine = random.Random(seed), BalanceMachine()
+        machine.build(rng.choice(VARIANTS), rng.choice([10, 20, 1000]))
+        for _ in range(60):
+            act(machine, rng)
+            machine.all_agrees()
+        machine.teardown()
+
+
+def act(machine: BalanceMachine, rng: random.Random) -> None:
+    """Run one random action, mostly some plans or a request."""
+    number = rng.randint(0, 6)
+    kind = rng.choices(
+        ["turn", "begin", "end", "need all", "make room", "replace", "rest"], [40, 20, 15, 10, 3, 5, 3]
+    )[0]
+    if kind == "turn":
+        growths = rng.choices([0, 90], weights=(4, 1), k=rng.randint(1, 4))
+        machine.turn(rng.choice([0.0, 0.05, 0.1, 5.0]), rng.randint(0, 4), rng.random() < 0.1, growths)
+    elif kind == "begin":
+        machine.begin(number, rng.randint(1, 60), rng.random(), rng.choice([0, 0, 10]), rng.random() < 0.5)
+    elif kind == "end" and machine.running:
+        machine.end_request(number)
+    elif kind == "need all":
+        machine.need_all(number, rng.random() < 0.5)
+    elif kind == "make room":
+        machine.make_room(rng.randint(1, 100))
+    elif kind == "replace":
+        machine.replace_version(rng.randint(1, 4))
+    elif kind == "rest":
+        machine.rest()
