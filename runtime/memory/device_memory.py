@@ -297,10 +297,10 @@ class DeviceMemory:
         """
         if self.swapper is not None:
             self.swapper.copy_ahead(self._max_history_blocks, now_s)
-        if self.swaps is not None:
+        self.tied_kv.evict_pending()
+        if self.swaps is not None:  # after evictions, which may leave memory idle
             self.swaps.turn(now_s, may_bring=not self.relief.is_active)
         has_loads = self.transfers.num_loads_to_begin > 0
-        self.tied_kv.evict_pending()
         for adapter_id in self.cache.unwanted_ids():
             self._evict(adapter_id, EvictionReason.UNUSED)
         evictions, self._evictions = tuple(self._evictions), []

@@ -609,13 +609,13 @@ class BalanceMachine(RuleBasedStateMachine):
 
 TestBalance = BalanceMachine.TestCase
 TestBalance.settings = settings(
-    max_examples=12, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=8, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 
 
 def test_long_histories() -> None:
     """Longer ones than hypothesis makes, in which most plans follow each other."""
-    for seed in range(20):
+    for seed in range(32):
         rng, machine = random.Random(seed), BalanceMachine()
         machine.build(rng.choice(VARIANTS), rng.choice([10, 20, 1000]))
         for _ in range(60):
@@ -631,7 +631,7 @@ def act(machine: BalanceMachine, rng: random.Random) -> None:
         ["turn", "begin", "end", "need all", "make room", "replace", "rest"], [40, 20, 15, 10, 3, 5, 3]
     )[0]
     if kind == "turn":
-        growths = rng.choices([0, 90], weights=(4, 1), k=rng.randint(1, 4))
+        growths = [rng.choice([0, 0, 0, rng.randint(1, 90)]) for _ in range(rng.randint(1, 4))]
         machine.turn(rng.choice([0.0, 0.05, 0.1, 5.0]), rng.randint(0, 4), rng.random() < 0.1, growths)
     elif kind == "begin":
         machine.begin(number, rng.randint(1, 60), rng.random(), rng.choice([0, 0, 10]), rng.random() < 0.5)
