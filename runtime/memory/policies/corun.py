@@ -80,9 +80,9 @@ class CorunMemoryPolicy:
             return
         if uses.rank is not None:  # else it was in use until now, and no victim
             lowest = self._offered.lowest_rank
-            went = uses.rank if lowest is None else min(uses.rank, lowest)
-            if math.isfinite(went):
-                self._floor = max(self._floor, went)
+            went = uses.rank if lowest is None or uses.rank < lowest else lowest
+            if self._floor < went < math.inf:
+                self._floor = went
         if item in self._offered:
             self._offered.remove(item)
 
