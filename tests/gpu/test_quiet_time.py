@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections import namedtuple
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from corun.gpu import quiet_time
@@ -36,13 +37,12 @@ def test_without_statistics_samples_without_a_forced_switch_count() -> None:
 
 
 class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, recorded: list[tuple[float, ...]]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, recorded: Sequence[tuple[float, ...]]) -> None:
         self.now_s = self.waited_s = self.stolen_s = 0.0
         self._recorded = iter(recorded)
         monkeypatch.setattr("time.perf_counter", lambda: self.now_s)
         monkeypatch.setattr(quiet_time, "RunQueue", lambda ids: self)
-        times = namedtuple("Times", "steal")
-        monkeypatch.setattr("psutil.cpu_times", lambda percpu: [times(self.stolen_s)])
+        monkeypatch.setattr("psutil.cpu_times", lambda percpu: [SimpleNamespace(steal=self.stolen_s)])
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
 
     def read(self) -> list[tuple[float, float]]:
