@@ -77,36 +77,50 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     finite.
     """
     out_features, in_features = weight.shape
-    values = weight.detach().float().contiguous().numpy()
+    if weight.dtype == torch.bfloat16:
+        words, shift = weight.detach().contiguous().view(torch.uint16).numpy(), 16
+    else:
+        words, shift = weight.detach().float().contiguous().numpy().view(np.uint32), 0
     codes = np.empty((out_features, in_features), np.int8 if bits == 8 else np.uint8)
     scales = np.empty((out_features, in_features // GROUP_SIZE), np.float32)
-    if not _quantize(values, bits, codes.view(np.uint8), scales):
+    if not _quantize(words, shift, bits, codes.view(np.uint8), scales):
         raise ValueError("a weight is not finite")
     return QuantizedWeight(bits, codes, scales)
 
 
+# Without branches in loops over a group, so that they are compiled to vector instructions.
 @kernel()
-def _quantize(values: np.ndarray, bits: int, codes: np.ndarray, scales: np.ndarray) -> bool:
-    """Write codes, as bytes, and scales of float32 ``values``; whether all are finite."""
+def _quantize(words: np.ndarray, shift: int, bits: int, codes: np.ndarray, scales: np.ndarray) -> bool:
+    """Write codes, as bytes, and scales of float32; whether all are finite.
+
+    words: the bits of the values, uint32, or uint16 of which ``shift`` makes these.
+    """
+    magnitude_bits, infinity_bits = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
     least, most, middle = (-_LARGEST_CODE, _LARGEST_CODE, 0) if bits == 8 else (0, _MAX_CODE, MIDDLE_CODE)
-    for row in range(len(values)):
+    low, high, zero = np.int32(least), np.int32(most), np.int32(middle)
+    wide = np.empty(GROUP_SIZE, np.uint32)
+    values = wide.view(np.float32)
+    for row in range(len(words)):
         for group in range(scales.shape[1]):
-            start = group * GROUP_SIZE
-            largest, place = np.float32(0), start
-            for i in range(start, start + GROUP_SIZE):
-                magnitude = abs(values[row, i])
-                if not magnitude < np.inf:
-                    return False
-                if magnitude > largest:
-                    largest, place = magnitude, i
+            own_words = words[row, group * GROUP_SIZE : (group + 1) * GROUP_SIZE]
+            own_codes = codes[row, group * GROUP_SIZE : (group + 1) * GROUP_SIZE]
+            largest = np.uint32(0)  # as bits, which are in the order of the magnitudes
+            for i in range(GROUP_SIZE):
+                wide[i] = np.uint32(own_words[i]) << np.uint32(shift)
+                largest = max(largest, wide[i] & magnitude_bits)
+            if largest >= infinity_bits:
+                return False
+            place = 0
+            while wide[place] & magnitude_bits != largest:
+                place += 1
             if bits == 8:
-                scale = largest / np.float32(_LARGEST_CODE)
+                scale = abs(values[place]) / np.float32(_LARGEST_CODE)
             else:
-                scale = values[row, place] / np.float32(-MIDDLE_CODE)
+                scale = values[place] / np.float32(-MIDDLE_CODE)
             scales[row, group] = scale
             # A group of zeros, and one so small that its scale is zero, is zeros.
             divisor = scale if scale != 0 else np.float32(1)
-            for i in range(start, start + GROUP_SIZE):
-                code = int(np.rint(values[row, i] / divisor)) + middle
-                codes[row, i] = np.uint8(min(max(code, least), most) & 0xFF)
+            for i in range(GROUP_SIZE):
+                code = np.int32(np.rint(values[i] / divisor)) + zero
+                own_codes[i] = np.uint8(min(max(code, low), high) & 0xFF)
     return True

@@ -15,11 +15,12 @@ def _weight(out_features: int, in_features: int) -> torch.Tensor:
     return weight
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 8)])
-def test_every_weight_is_as_near_as_codes_allow(bits: int, steps: int) -> None:
-    weight = _weight(70, 192)
-    quantized = quantize(weight.bfloat16(), bits)
-    weight = weight.bfloat16().float()
+def test_every_weight_is_as_near_as_codes_allow(bits: int, steps: int, dtype: torch.dtype) -> None:
+    weight = _weight(70, 192).to(dtype)
+    quantized = quantize(weight, bits)
+    weight = weight.float()
     largest = weight.reshape(70, 3, 64).abs().amax(dim=-1, keepdim=True)
     error = torch.from_numpy(quantized.dequantized()).reshape(70, 3, 64) - weight.reshape(70, 3, 64)
     # With 4 bits there is no code for what is as large as the largest, of the other sign.
