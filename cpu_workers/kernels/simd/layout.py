@@ -300,9 +300,8 @@ def pack_quantized(codes: np.ndarray, scales: np.ndarray, tag: np.generic, block
     else:
         if coded.levels is not None:
             codes = codes.reshape(len(codes), -1, 8)[..., _LEVEL_PLACES] ^ coded.levels.zero
-        eights = codes.reshape(len(codes), -1, 2, 4)
-        halves = eights[:, :, 0] | eights[:, :, 1] << 4
-        units = halves.reshape(len(codes), -1).view(np.uint32)
+        fours = np.ascontiguousarray(codes).reshape(len(codes), -1).view(np.uint32)
+        units = fours[:, ::2] | fours[:, 1::2] << 4
     targets, scale_targets = _quantized_parts(blocks, tag)
     lanes = targets.shape[3]
     for panel in range(-(-len(codes) // lanes)):
