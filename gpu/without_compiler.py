@@ -5,30 +5,38 @@ decorators, training and several processes: a third of the start time. Code that
 still gets them.
 """
 
+import hashlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from ..runtime.kept_records import read_record, write_record
+
 _COMPILER = "torch._dynamo"
+_MODEL_LISTS = "transformers.utils.import_utils"
 # The submodules that transformers imports. They do not need the package.
 _INDEPENDENT = frozenset({"torch._dynamo._trace_wrapped_higher_order_op"})
 
+# What models export, by the packages that it needs and by module.
+_Exports = dict[frozenset[str], dict[str, set[str]]]
+
 
 @contextmanager
-def without_compiler() -> Iterator[None]:
+def without_compiler(kept: Path | None = None) -> Iterator[None]:
     """Allow importing transformers and building a model as if torch had no compiler.
 
     For a process that compiles nothing: functions defined inside are not marked for exclusion from
     torch.compile, and transformers permanently assumes one device. Has no effect if transformers is
-    already imported.
+    already imported. ``kept``: the folder with results of earlier starts; None = there is none.
     """
     if _COMPILER in sys.modules or "transformers" in sys.modules:
         yield
@@ -39,7 +47,7 @@ def without_compiler() -> Iterator[None]:
     sys.meta_path.insert(0, finder)
     torch.distributed.is_available = lambda: False
     try:
-        with _scipy_left_out(), _models_listed_once():
+        with _models_listed_once(kept), _scipy_left_out():
             yield
     finally:
         torch.distributed.is_available = is_distributed_available
@@ -61,34 +69,86 @@ def _scipy_left_out() -> Iterator[None]:
 
 
 @contextmanager
-def _models_listed_once() -> Iterator[None]:
-    """Let transformers.models use the list that transformers has made of the same files.
+def _models_listed_once(kept: Path | None) -> Iterator[None]:
+    """Let transformers and transformers.models use one list of what models export.
 
-    To list what they export, each reads the sources of all models.
+    To make it, each reads the sources of all models: half a second. The list of an earlier start is
+    used while no file of them has been added, removed or replaced.
     """
-    from transformers.utils import import_utils
-
-    models = Path(import_utils.__file__).parents[1] / "models"
-    define = import_utils.define_import_structure
-
-    def define_import_structure(module_path: Any, prefix: str | None = None) -> Any:
-        if prefix is not None or Path(module_path) != models / "__init__.py":
-            return define(module_path, prefix)
-        listed = define(models, prefix="models")  # as transformers calls it, so it is cached
-        return {
-            needed: {
-                name.removeprefix("models."): exported
-                for name, exported in modules.items()
-                if name.startswith("models.")
-            }
-            for needed, modules in listed.items()
-        }
-
-    import_utils.define_import_structure = define_import_structure
+    finder = _ModelListsFinder(kept)
+    sys.meta_path.insert(0, finder)
+    try:
+        from transformers.utils import import_utils
+    finally:
+        sys.meta_path.remove(finder)
     try:
         yield
     finally:
-        import_utils.define_import_structure = define
+        import_utils.define_import_structure = finder.define
+
+
+class _ModelListsFinder(MetaPathFinder):
+    """Replaces transformers' function that lists what models export, while it is imported."""
+
+    def __init__(self, kept: Path | None) -> None:
+        self.define: Callable[..., _Exports]  # transformers' own
+        self._kept = kept
+        self._listed: _Exports | None = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the module with the function, or None."""
+        spec = PathFinder.find_spec(name, path) if name == _MODEL_LISTS else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._replace(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def _replace(self, module: Any) -> None:
+        self.define = module.define_import_structure
+        models = Path(module.__file__).parents[1] / "models"
+
+        def define_import_structure(module_path: Any, prefix: str | None = None) -> _Exports:
+            if Path(module_path) not in (models, models / "__init__.py"):
+                return self.define(module_path, prefix)
+            if self._listed is None:
+                self._listed = self._list(models)
+            before = "" if prefix is None else f"{prefix}."
+            return {
+                needed: {f"{before}{name}": exported for name, exported in modules.items()}
+                for needed, modules in self._listed.items()
+            }
+
+        module.define_import_structure = define_import_structure
+
+    def _list(self, models: Path) -> _Exports:
+        path = None if self._kept is None else self._kept / "choices" / f"{_stamp_of(models)}.json"
+        record = None if path is None else read_record(path, list[tuple[list[str], dict[str, list[str]]]])
+        if record is not None:
+            return {
+                frozenset(needed): {name: set(exported) for name, exported in modules.items()}
+                for needed, modules in record
+            }
+        listed = self.define(models, None)
+        if path is not None:
+            write_record(path, [*listed.items()], "the next start lists transformers' models again")
+        return listed
+
+
+def _stamp_of(models: Path) -> str:
+    """A digest that changes with each file that is added to the folder, or to one inside."""
+    version = str(getattr(sys.modules["transformers"], "__version__", ""))
+    with os.scandir(models) as found:
+        folders = sorted((one.name, one.stat().st_mtime_ns) for one in found if one.is_dir())
+    facts = version, str(models), models.stat().st_mtime_ns, folders
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 class _Compiler(ModuleType):

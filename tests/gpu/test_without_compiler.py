@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -115,3 +117,57 @@ print(linear_sum_assignment([[0.0]])[0].tolist()[0], is_scipy_available())
 print(listed == import_utils.define_import_structure(path), num_read[0] > 0, len(listed) > 1)
 """
     assert run(code) == ["0", "True", "True", "True", "True"]
+
+
+def test_a_list_of_models_is_kept_until_a_file_is_added(tmp_path: Path) -> None:
+    package = tmp_path / "transformers"
+    for name, text in {
+        "__init__": """
+            from pathlib import Path
+            __version__ = "5"
+            from .utils.import_utils import define_import_structure
+            listed = define_import_structure(Path(__file__).parent / "models", prefix="models")
+        """,
+        "utils/__init__": "def is_scipy_available(): return False",
+        "utils/import_utils": """
+            num_read = 0
+            def define_import_structure(path, prefix=None):
+                global num_read
+                num_read += 1
+                return {frozenset({"torch"}): {one.stem: {"A", "B"} for one in sorted(path.glob("*/*.py"))}}
+        """,
+        "models/__init__": "",
+        "models/llama/llama": "",
+    }.items():
+        path = package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    code = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(tmp_path)!r})
+from corun.gpu.without_compiler import without_compiler
+kept = Path({str(tmp_path / "kept")!r})
+def start():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        del sys.modules[name]
+    with without_compiler(kept):
+        import transformers
+        from transformers.utils import import_utils
+        own = import_utils.define_import_structure(Path(transformers.__file__).parent / "models/__init__.py")
+    ((needed, modules),) = transformers.listed.items()
+    assert own == {{needed: {{name.removeprefix("models."): one for name, one in modules.items()}}}}
+    assert set(needed) == {{"torch"}} and all(one == {{"A", "B"}} for one in modules.values())
+    print(import_utils.num_read, *modules)
+start()
+start()
+new = Path({str(package)!r}, "models/qwen/qwen.py")
+new.parent.mkdir()
+new.write_text("")
+start()
+for record in kept.glob("*/*.json"):
+    record.write_text("[1]")
+start()
+"""
+    kept, new = ["models.llama"], ["models.llama", "models.qwen"]
+    assert run(code) == ["1", *kept, "0", *kept, "1", *new, "1", *new]

@@ -240,7 +240,7 @@ def build_engine(
             from ....gpu.execution.compilation import compilation_reported
             from ....gpu.without_compiler import without_compiler
 
-        alone = without_compiler() if own_process else contextlib.nullcontext()
+        alone = without_compiler(kept_directory()) if own_process else contextlib.nullcontext()
         with compilation_reported(on_progress), alone:
             built = _build(config, on_progress, own_policies, own_process=own_process)
     if own_process:
