@@ -47,6 +47,7 @@ class KeptWeights:
         ``key``: names content and packing, as part of a file's name.
         """
         self._path = directory / f"{key}{_SUFFIX}"
+        self._num_threads = num_threads
         self._index: dict[str, Any] = {}
         self._ahead: dict[str, Future[dict[str, np.ndarray]]] = {}
         # Copies, digests and new pages take as long as reading, and one thread waits for all.
@@ -99,7 +100,7 @@ class KeptWeights:
             directory.mkdir(parents=True, exist_ok=True)
             self._make_room(num_bytes)
             with replacing(self._path) as file:
-                _write(file, matrices)
+                _write(file, matrices, self._num_threads)
         except OSError as error:
             _LOG.warning(
                 "packed weights are not kept for the next start: %s: %s", directory, error.strerror or error
@@ -167,9 +168,11 @@ def cached_answer(directory: Path, question: str, find: Callable[[], str]) -> st
     return answer
 
 
-def _write(file: IO[bytes], matrices: Mapping[str, Arrays]) -> None:
+def _write(file: IO[bytes], matrices: Mapping[str, Arrays], num_threads: int) -> None:
     index: dict[str, dict[str, Any]] = {}
     position = 0
+    with ThreadPoolExecutor(num_threads, "corun-digests") as threads:
+        digests = threads.map(_digest_of, (one for arrays in matrices.values() for one in arrays.values()))
     for name, arrays in matrices.items():
         index[name] = {}
         for key, array in arrays.items():
@@ -177,7 +180,7 @@ def _write(file: IO[bytes], matrices: Mapping[str, Arrays]) -> None:
                 "dtype": array.dtype.str,
                 "shape": list(array.shape),
                 "start": position,
-                "sha256": hashlib.sha256(_bytes_of(array)).hexdigest(),
+                "sha256": next(digests),
             }
             position = _aligned(position + array.nbytes)
     text = json.dumps(index).encode()
@@ -188,6 +191,10 @@ def _write(file: IO[bytes], matrices: Mapping[str, Arrays]) -> None:
         for key, array in arrays.items():
             file.seek(start + index[name][key]["start"])
             file.write(_bytes_of(array))
+
+
+def _digest_of(array: np.ndarray) -> str:
+    return hashlib.sha256(_bytes_of(array)).hexdigest()
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

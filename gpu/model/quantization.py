@@ -291,7 +291,7 @@ class QuantizedLinears:
     def _open_kept(self, directory: Path) -> KeptWeights:
         stamps = repr(self._files.stamps())
         question = hashlib.sha256(stamps.encode()).hexdigest()
-        content = cached_answer(directory, question, self._files.digest)
+        content = cached_answer(directory, question, lambda: self._files.digest(num_kernel_threads()))
         parts = (content, self._quantization.label, panel_columns(), _FORM, __version__)
         key = hashlib.sha256(repr(parts).encode()).hexdigest()
         return KeptWeights(directory, key, num_kernel_threads())

@@ -294,7 +294,7 @@ def pack_quantized(codes: np.ndarray, scales: np.ndarray, tag: np.generic, block
     """
     groups, coded = blocks.shape[1], CODED[tag.dtype.name]
     if (coded.bits, coded.x_bits) == (8, 16):
-        units = np.ascontiguousarray(codes).view(np.uint16)
+        units: np.ndarray = np.ascontiguousarray(codes).view(np.uint16)
     elif tag.dtype == W8A8.dtype:
         units = (np.ascontiguousarray(codes).view(np.uint8) ^ MIDDLE_BYTE).view(np.uint32)
     else:

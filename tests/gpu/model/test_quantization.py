@@ -24,6 +24,7 @@ from corun.gpu.model.quantization import QuantizedLinears, Weights
 from corun.gpu.model.quantization_plan import Quantization, check_dtype, plan_quantization
 from corun.gpu.model.source import ModelSource, load_config
 from corun.gpu.model.stored_quantization import StoredQuantization
+from corun.gpu.model.weight_files import WeightFiles
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.errors import ConfigError, ModelError
 from safetensors.torch import load_file, save_file
@@ -221,6 +222,20 @@ def test_a_damaged_file_is_made_again(model: Path, tmp_path: Path, caplog: pytes
     caplog.clear()
     load(model, INT8, kept)
     assert "damaged" not in caplog.text
+
+
+def test_a_change_in_any_part_of_a_large_file_is_other_content(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"x": torch.zeros(65 << 20, dtype=torch.uint8)}, file)  # read in two parts
+    files = WeightFiles(ModelSource(str(tmp_path)))
+    digests = [files.digest(num_threads=1), files.digest(num_threads=2)]
+    assert digests[0] == digests[1]
+    for position in (file.stat().st_size - 1, 1 << 20):
+        with file.open("r+b") as opened:
+            opened.seek(position)
+            opened.write(b"1")
+        digests.append(files.digest(num_threads=2))
+    assert len(set(digests)) == 3
 
 
 def test_checkpoints_in_other_content_are_other_files(model: Path, tmp_path: Path) -> None:
