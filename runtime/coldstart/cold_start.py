@@ -14,7 +14,7 @@ from ..memory.transfers import OpenLoad, TransferTable
 from ..plan import RequestId, StepId, TransferId
 from ..request import Request
 from ..scheduler.cold import ColdChunk, ColdStarts, StepRows
-from ..scheduler.events import ColdStart
+from ..scheduler.events import AdapterStart
 from ..scheduler.recovery import may_use_workers, needs_whole_adapter
 from .cold import (
     AdapterShape,
@@ -178,7 +178,7 @@ class PlannedColdStarts(ColdStarts):
         """Return the decision for an open cold request, if any."""
         return self._decisions.get(request_id)
 
-    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> AdapterStart | None:
         """Compare the time of the first token with its prediction. Return how it was started."""
         self._forget_loss(request_id)
         decision = self._decisions.get(request_id)
@@ -187,7 +187,7 @@ class PlannedColdStarts(ColdStarts):
         observation = self._first_tokens.on_first_token(request_id, now_s)
         if observation is not None:
             self._planner.observe(observation.strategy, observation.predicted_s, observation.measured_s)
-        return ColdStart(decision.strategy.value, decision.reason)
+        return AdapterStart(decision.strategy.value, decision.reason)
 
     def counts(self) -> Mapping[str, int]:
         """Return the number of cold requests by strategy."""

@@ -411,8 +411,8 @@ class EngineCore:
         """Queue updates, and release the adapters of ended requests."""
         for event in events:
             self._updates.append(self._labelled(event))
-            if event.cold_start is not None:
-                _logger.info("request %d: cold start: %s: %s", event.request_id, *event.cold_start)
+            if (start := event.cold_start) is not None:
+                _logger.info("request %d: cold start: %s: %s", event.request_id, start.strategy, start.reason)
             self._slow_log.record(event)
             if event.finish_reason is not None:
                 self._release(event)

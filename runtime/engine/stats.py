@@ -156,7 +156,7 @@ def engine_stats(
         cpu_workers=cpu.workers,
         threads=cpu.threads,
         num_retried_rows=counters.num_retried_rows,
-        cold_starts=dict(scheduler.cold_start_counts()),
+        cold_starts=dict(scheduler.cold_starts.counts()),
         adapter_evictions=memory.evictions,
         adapter_loads={
             transition.value: LoadStats(totals.num_loads, totals.duration_s)

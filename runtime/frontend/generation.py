@@ -9,19 +9,11 @@ from collections.abc import Callable, Sequence
 from ..errors import CorunError, StepFailedError, rebuild_error
 from ..plan import TokenLogprobs
 from ..sampling import SamplingParams
-from ..scheduler.events import RequestUpdate
+from ..scheduler.events import AdapterStart, RequestUpdate
 from ..timing import EngineTiming
 from .detokenizer import Detokenizer, StoppingDetokenizer
 from .inputs import PreparedRequest
-from .outputs import (
-    AdapterStart,
-    ChoiceHistory,
-    CompletionOutput,
-    Logprob,
-    RequestOutput,
-    RequestWatch,
-    TokenCandidates,
-)
+from .outputs import ChoiceHistory, CompletionOutput, Logprob, RequestOutput, RequestWatch, TokenCandidates
 from .special_stops import SpecialStoppingDetokenizer
 from .tokenizer import Tokenizer
 
@@ -153,8 +145,7 @@ class Choice:
                 adapter_version=update.timing.adapter_version,
             )
         if update.cold_start is not None:
-            start = update.cold_start
-            self._adapter_start = AdapterStart(start.strategy, start.reason)
+            self._adapter_start = update.cold_start
 
     def _count_preemptions(self, update: RequestUpdate) -> None:
         if self._timing is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..adapters.mix import LoRAMix
+from ..scheduler.events import AdapterStart
 from ..timing import EngineTiming
 
 
@@ -36,14 +37,6 @@ class Logprob:
 
 
 TokenCandidates = dict[int, Logprob]  # by token id: the sampled token first, then the best
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterStart:
-    """How a choice was started without its adapter on the device."""
-
-    strategy: str  # blocking, async_load, pipelined or assisted
-    reason: str
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..plan import RequestId, StepId
 from ..request import Request
-from .events import ColdStart
+from .events import AdapterStart
 
 # Rate of reading files before one was read. It is low; the first layer groups correct it.
 FIRST_FILE_BYTES_PER_S = 100e6
@@ -75,7 +75,7 @@ class ColdStarts:
         """Whether no request may compute until a load has ended (the blocking baseline)."""
         return False
 
-    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart | None:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> AdapterStart | None:
         """Record the first token of a request. Return how it was started, if it was cold."""
         return None
 

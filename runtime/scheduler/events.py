@@ -18,10 +18,11 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-class ColdStart(NamedTuple):
-    """How a cold request was started."""
+@dataclass(frozen=True, slots=True)
+class AdapterStart:
+    """How a request was started without its adapter on the device."""
 
-    strategy: str  # a value of ``coldstart.strategy.LoadStrategy``
+    strategy: str  # blocking, async_load, pipelined or assisted: a ``LoadStrategy``
     reason: str  # why, for people
 
 
@@ -69,7 +70,7 @@ class RequestUpdate(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token, if asked for
     # With the first token, or the end of a request without one.
     timing: TimeParts | None = None
-    cold_start: ColdStart | None = None  # with the first token of a cold request
+    cold_start: AdapterStart | None = None  # with the first token of a cold request
 
 
 class PreemptionCause(enum.StrEnum):

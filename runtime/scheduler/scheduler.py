@@ -113,10 +113,6 @@ class Scheduler:
         """The step with the next result."""
         return next(iter(self._in_flight), None)
 
-    def cold_start_counts(self) -> Mapping[str, int]:
-        """Return the number of requests without their adapter on the device, by start strategy."""
-        return self.cold_starts.counts()
-
     def policy_counts(self) -> Mapping[str, float]:
         """Return the gauges of a policy with limits of its own, by name."""
         return self._policy.counts() if isinstance(self._policy, PolicyWithLimits) else {}

@@ -27,16 +27,7 @@ from .generation_request import ParsedRequest
 from .metrics import ServerMetrics
 from .open_requests import GatewayRequest, answer_id, ended_by_disconnect
 from .request_records import ABORT, ERROR, FINISHED, REFUSED, ChoiceRecord, HttpRequestRecord, PromptRecord
-from .responses import (
-    AdapterStartInfo,
-    Answer,
-    ChoiceTiming,
-    PromptLogprobs,
-    PromptTokens,
-    Timing,
-    TokenIds,
-    usage_of,
-)
+from .responses import Answer, ChoiceTiming, PromptLogprobs, PromptTokens, Timing, TokenIds, usage_of
 from .sse import ResponseWriter, StreamEncoder
 from .state import ServerState
 
@@ -433,13 +424,7 @@ class GenerationEndpoint(ABC):
         """Return the timing of an HTTP request that ends now."""
         total_s = self.state.metrics.clock() - runs[0].started_s
         first_s = min((run.first_token_s for run in runs if run.first_token_s is not None), default=total_s)
-        starts = [
-            None
-            if choice.adapter_start is None
-            else AdapterStartInfo(choice.adapter_start.strategy, choice.adapter_start.reason)
-            for run in runs
-            for choice in run.latest.outputs
-        ]
+        starts = [choice.adapter_start for run in runs for choice in run.latest.outputs]
         timings = [_choice_timing(run, choice) for run in runs for choice in run.latest.outputs]
         inside_s = min((one.time_to_first_token_s for one in timings if one), default=first_s)
         return Timing(first_s, total_s, max(0.0, first_s - inside_s), timings, starts)

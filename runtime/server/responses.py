@@ -7,6 +7,7 @@ import msgspec
 from starlette.responses import Response
 
 from ..frontend.outputs import Logprob, RequestOutput, TokenCandidates
+from ..scheduler.events import AdapterStart
 from ..timing import EngineTiming
 from ..tools.parts import AnswerPart, ParsedAnswer, PartKind
 
@@ -46,13 +47,6 @@ def usage_of(outputs: Iterable[RequestOutput]) -> Usage:
         # All choices share the prompt; the first one shows what was cached before the request.
         num_cached += min(choice.num_cached_tokens for choice in output.outputs)
     return Usage(num_prompt, num_generated, num_prompt + num_generated, PromptTokensDetails(num_cached))
-
-
-class AdapterStartInfo(msgspec.Struct, frozen=True):
-    """How a choice was started without its adapter on the device."""
-
-    strategy: str
-    reason: str
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
@@ -101,7 +95,7 @@ class Timing(msgspec.Struct, frozen=True):
     total_s: float
     outside_engine_s: float  # of the first token: tokenising, transport to the engine, HTTP
     engine: list[ChoiceTiming | None]  # by choice; null = not known
-    adapter_starts: list[AdapterStartInfo | None]  # by choice; null = its adapter was on the device
+    adapter_starts: list[AdapterStart | None]  # by choice; null = its adapter was on the device
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):

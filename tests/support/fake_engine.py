@@ -29,7 +29,6 @@ from corun.runtime.frontend.inputs import (
     truncate_prompt,
 )
 from corun.runtime.frontend.outputs import (
-    AdapterStart,
     ChoiceHistory,
     CompletionOutput,
     Logprob,
@@ -40,6 +39,7 @@ from corun.runtime.frontend.outputs import (
 )
 from corun.runtime.limits import TextLimit, check_predicted_output, check_stops
 from corun.runtime.sampling import SamplingParams
+from corun.runtime.scheduler.events import AdapterStart
 from corun.runtime.scheduler.step_times import LearnedTimes
 from corun.runtime.timing import EngineTiming
 

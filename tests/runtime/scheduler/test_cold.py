@@ -17,7 +17,7 @@ from corun.runtime.plan import (
 )
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, ColdStarts, StepRows
-from corun.runtime.scheduler.events import ColdStart
+from corun.runtime.scheduler.events import AdapterStart
 from support.scheduling import loads_of, make_executor, make_memory, make_request, make_scheduler
 
 ADAPTER = AdapterId(7)
@@ -63,9 +63,9 @@ class FixedColdStarts(ColdStarts):
     def blocks_all_requests(self) -> bool:
         return self.is_blocking
 
-    def on_first_token(self, request_id: RequestId, now_s: float) -> ColdStart:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> AdapterStart:
         self.log.append(f"first token of {request_id}")
-        return ColdStart("assisted", "told to")
+        return AdapterStart("assisted", "told to")
 
     def counts(self) -> dict[str, int]:
         return {"assisted": 1}
