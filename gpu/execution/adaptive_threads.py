@@ -38,7 +38,8 @@ class AdaptiveThreads:
         """If the kernel does not count waits for a core, the number stays."""
         self._choice = choice
         self._contention: CoreContention | None = None
-        self._total, self._begin = CpuTime(), CpuTime()
+        self._begin = CpuTime()
+        self.total = CpuTime()  # and waits, of the threads since the start, as of the last step
         self._throttled_s = cgroup_throttled_s(_ROOT)  # before the start
         self._waited_s: list[float] = []  # by thread, at the end of the previous step
         self._queue = RunQueue(())
@@ -64,11 +65,6 @@ class AdaptiveThreads:
         return self._choice.max_threads if contention is None else contention.num_threads
 
     @property
-    def total(self) -> CpuTime:
-        """CPU time and waits of the threads since the start, as of the last step."""
-        return self._total
-
-    @property
     def waited_share(self) -> float:
         """The share of runnable time spent waiting, in the last window of one or more steps."""
         return 0.0 if self._contention is None else self._contention.waited_share
@@ -83,7 +79,7 @@ class AdaptiveThreads:
         times = None if contention is None else self._queue.read()
         if contention is None or times is None:
             return 0.0
-        self._total = self._begin + _sum(times)
+        self.total = self._begin + _sum(times)
         waited_s = [waited for _, waited in times]
         longest_s = max(now - then for now, then in zip(waited_s, self._waited_s, strict=True))
         self._waited_s = waited_s
@@ -98,9 +94,9 @@ class AdaptiveThreads:
 
     def _decide(self, contention: CoreContention, now_s: float) -> None:
         # A quota stops all threads together, so fewer of them would only do less work.
-        throttled_s = min(cgroup_throttled_s(_ROOT) - self._throttled_s, self._total.waited_s)
+        throttled_s = min(cgroup_throttled_s(_ROOT) - self._throttled_s, self.total.waited_s)
         before, was_contended = contention.num_threads, contention.is_contended
-        chosen = contention.observe(now_s, self._total - CpuTime(0.0, throttled_s))
+        chosen = contention.observe(now_s, self.total - CpuTime(0.0, throttled_s))
         if chosen != before:
             self._choice.set_threads(chosen)
             self._observe_threads()
@@ -138,7 +134,7 @@ class AdaptiveThreads:
         self._queue.close()
         self._queue = RunQueue(ids)
         times = self._queue.read() or []
-        self._begin = self._total - _sum(times)
+        self._begin = self.total - _sum(times)
         self._waited_s = [waited for _, waited in times]
 
 

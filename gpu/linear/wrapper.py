@@ -213,25 +213,20 @@ class CorunLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._backend = backend
+        self.backend = backend  # of the base product
         self._target_index = target_index
         self._group = group
-        self._member = group.join(self._backend, target_index)
-
-    @property
-    def backend(self) -> LinearBackend:
-        """The back end of the base product."""
-        return self._backend
+        self._member = group.join(self.backend, target_index)
 
     @property
     def weight(self) -> torch.Tensor:
         """The base weight [out_features, in_features]; may be unpacked at each access."""
-        return self._backend.weight
+        return self.backend.weight
 
     @property
     def bias(self) -> torch.Tensor | None:
         """The base bias [out_features], if there is one."""
-        return self._backend.bias
+        return self.backend.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias + deltas: [1, tokens, in_features] -> [1, tokens, out_features]."""
@@ -240,7 +235,7 @@ class CorunLinear(nn.Module):
     def extra_repr(self) -> str:
         """The text that ``print(model)`` shows."""
         target = "" if self._target_index is None else f", target_index={self._target_index}"
-        return f"{self.in_features}, {self.out_features}, backend={self._backend.name}{target}"
+        return f"{self.in_features}, {self.out_features}, backend={self.backend.name}{target}"
 
 
 def _make_backend(linear: nn.Linear, make_backend: MakeLinear) -> LinearBackend:

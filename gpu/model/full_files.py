@@ -70,7 +70,7 @@ class FullFiles(WeightFiles):
         super().__init__(source)
         found = find(WeightFiles(source))
         self._matrices = found.matrices
-        self._coded = found.coded
+        self.coded = found.coded  # the matrices that can be served as stored, by name
         self._names = (frozenset(super().names) - found.parts) | found.matrices.keys()
         self._transposed: frozenset[str] = frozenset()
         for name in sorted(self._names - found.matrices.keys()):
@@ -111,11 +111,6 @@ class FullFiles(WeightFiles):
     def num_quantized(self) -> int:
         """Number of quantised tensors."""
         return len(self._matrices)
-
-    @property
-    def coded(self) -> Mapping[str, CodedMatrix]:
-        """The matrices that can be served as stored, by name."""
-        return self._coded
 
     def transpose(self, paths: Iterable[str]) -> None:
         """Make transformers load the matrices of these modules in the layout of ``Conv1D``.

@@ -51,7 +51,7 @@ class RequestClient:
         self._by_engine_id: dict[int, tuple[Generation, Choice]] = {}
         # The same for requests that were closed before their final update.
         self._closed: dict[int, tuple[Generation, Choice]] = {}
-        self._num_sent = 0  # engine requests so far
+        self.num_sent = 0  # engine requests so far; the engine receives them in this order
         self._num_taken = 0  # of these, received by the engine
         self._num_waiting = 0  # of these, at the engine's last message
         self._on_turn: set[Callable[[], None]] = set()  # called after each message of the engine
@@ -127,11 +127,6 @@ class RequestClient:
             predicted_output_tokens=predicted_output_tokens,
         )
 
-    @property
-    def num_sent(self) -> int:
-        """Number of engine requests sent so far; the engine receives them in this order."""
-        return self._num_sent
-
     def open(
         self, prepared: PreparedRequest, notify: Notify, watch: RequestWatch | None = None
     ) -> Generation:
@@ -160,7 +155,7 @@ class RequestClient:
         requests = prepared.engine_requests(self._engine_ids)
         ids = [request.request_id for request in requests]
         generation = Generation(prepared, ids, notify, watch)
-        self._num_sent += len(requests)
+        self.num_sent += len(requests)
         self._by_id[generation.request_id] = generation
         for engine_id, choice in zip(ids, generation.choices, strict=True):
             self._by_engine_id[engine_id] = generation, choice
@@ -307,7 +302,7 @@ class RequestClient:
         num_open = len(self._by_engine_id)
         if num_open == 0 or self._error is not None:
             return True
-        num_waiting = self._num_waiting + self._num_sent - self._num_taken
+        num_waiting = self._num_waiting + self.num_sent - self._num_taken
         max_waiting = self._config.max_num_waiting
         return (
             num_waiting + num_new <= max_waiting

@@ -49,7 +49,7 @@ class PromptRun:
         self._latest: RequestOutput | None = None
         self._end: RequestOutput | None = None  # the engine's final output
         self._end_s = 0.0
-        self._is_open = False
+        self.is_open = False  # whether it was sent to the engine and has not ended there
         self.started_s = metrics.clock()
         self.first_token_s: float | None = None  # since the start
         self._last_s = self.started_s
@@ -59,17 +59,12 @@ class PromptRun:
         assert self._latest is not None
         return self._latest
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it was sent to the engine and has not ended there."""
-        return self._is_open
-
     def opened(self) -> None:
         """It is sent to the engine."""
-        self._is_open = True
+        self.is_open = True
 
     def ended(self, output: RequestOutput) -> None:
-        self._is_open, self._end, self._end_s = False, output, self._metrics.clock()
+        self.is_open, self._end, self._end_s = False, output, self._metrics.clock()
         self._on_end()
 
     def observe(self, output: RequestOutput) -> None:

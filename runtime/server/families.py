@@ -33,22 +33,17 @@ NUM_TOKENS_BOUNDS = (
 class Histogram:
     """Counts of values up to each bound, and their sum; cheap enough for each chunk of a stream."""
 
-    __slots__ = ("_bounds", "_counts", "_total")
+    __slots__ = ("_bounds", "_counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         assert list(bounds) == sorted(bounds)
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)  # not cumulative
-        self._total = 0.0
+        self.total = 0.0  # of all values
 
     def observe(self, value: float, *, weight: int = 1) -> None:
         self._counts[bisect_left(self._bounds, value)] += weight
-        self._total += value * weight
-
-    @property
-    def total(self) -> float:
-        """Sum of all values."""
-        return self._total
+        self.total += value * weight
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return (upper bound, number of values up to it), ending with +Inf."""

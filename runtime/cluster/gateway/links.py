@@ -107,7 +107,7 @@ class EngineLink:
             self.answer_times = AnswerTimes(card.foreign.max_num_batched_tokens)
         self._sent = SentRecord(gateway_id, lambda: table.adapters)
         self._on_ejected: set[Callable[[str], None]] = set()
-        self._incarnation: str | None = None
+        self.incarnation: str | None = None  # of its process; None before its first state
         self._reported_s = 0.0
         self._is_removed = False
 
@@ -115,11 +115,6 @@ class EngineLink:
     def engine_id(self) -> str:
         """The engine's id in the controller's table."""
         return self.card.engine_id
-
-    @property
-    def incarnation(self) -> str | None:
-        """The id of its process; None before its first state."""
-        return self._incarnation
 
     @property
     def is_usable(self) -> bool:
@@ -221,7 +216,7 @@ class EngineLink:
 
     def record_served(self, name: str, ensured: Ensured) -> None:
         """Record that it serves an adapter, unless a later revision is recorded."""
-        if ensured.incarnation == self._incarnation:
+        if ensured.incarnation == self.incarnation:
             known = self.served.get(name)
             if known is None or known.revision <= ensured.revision:
                 self.served[name] = ensured
@@ -240,7 +235,7 @@ class EngineLink:
 
     def withdraw(self, number: int, incarnation: str | None) -> None:
         """Remove a request that was sent to this process of the engine."""
-        if incarnation == self._incarnation and not self._is_removed:
+        if incarnation == self.incarnation and not self._is_removed:
             self._routing.withdraw(self.server_id, number)
 
     def publish(self) -> None:
@@ -270,8 +265,8 @@ class EngineLink:
         self.state = state
         state.apply(new)
         self._reported_s = time.monotonic()
-        is_new = new.incarnation != self._incarnation
-        self._incarnation = new.incarnation
+        is_new = new.incarnation != self.incarnation
+        self.incarnation = new.incarnation
         if is_new:
             self.served.clear()
             self._sent.clear()
