@@ -1,7 +1,7 @@
 """The back ends of one worker, and the choice for each job."""
 
 from ...shm.region import Region
-from .base import BACKEND_NAMES, BackendName, DeltaBackend, DeltaJob, shape_of
+from .base import BACKEND_NAMES, DeltaBackend, DeltaJob, shape_of
 from .table import DeltaTable
 
 _MAX_KEPT = 4096  # cached choices: groups of adapters times numbers of tokens
@@ -30,12 +30,9 @@ class Deltas:
     For one thread: back ends own scratch memory.
     """
 
-    def __init__(self, table: DeltaTable, forced: BackendName | None = None) -> None:
-        """``forced``: compute everything with this back end; it need not be in the table."""
+    def __init__(self, table: DeltaTable) -> None:
         self._table = table
-        names = (forced,) if forced else table.backends
-        self._backends = {name: make_backend(name) for name in names}
-        self._forced = forced
+        self._backends = {name: make_backend(name) for name in table.backends}
         self._chosen: dict[tuple[Region, int], DeltaBackend] = {}
 
     @property
@@ -54,7 +51,7 @@ class Deltas:
             shape = shape_of(region, num_tokens)
             if len(self._chosen) >= _MAX_KEPT:
                 self._chosen.clear()
-            backend = self._backends[self._forced or self._table.best(shape)]
+            backend = self._backends[self._table.best(shape)]
             self._chosen[key] = backend
         return backend
 

@@ -234,7 +234,7 @@ class EngineCore:
         ``on_adapter_gone`` is called once it has left the device; until then steps in flight may
         still read it.
         """
-        self._scheduler.drop_adapter(adapter_id)
+        self._scheduler.memory.drop(adapter_id)
         self._has_changes = True
 
     def adapter_ready(self, adapter_id: AdapterId, facts: AdapterFacts) -> None:

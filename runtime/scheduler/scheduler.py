@@ -161,10 +161,6 @@ class Scheduler:
             [_error_event(request.request_id, error.kind, str(error)) for request in overdue], now_s
         )
 
-    def drop_adapter(self, adapter_id: AdapterId) -> None:
-        """Evict an adapter version that no later request can name."""
-        self.memory.drop(adapter_id)
-
     def check_pin(self, num_bytes: int, other_bytes: int = 0, replaced: AdapterId | None = None) -> None:
         """Raise ``RequestError`` unless an adapter of ``num_bytes`` may be pinned.
 

@@ -71,14 +71,11 @@ class AppSettings:
         return replace(self, limits=limits)
 
 
-def _body_bytes(max_body_mib: int | None) -> int:
-    return MAX_DEFAULT_BODY_BYTES if max_body_mib is None else max_body_mib << 20
-
-
 def limits_of(config: ServeConfig) -> HttpLimits:
     """Return the limits on clients that the options describe."""
+    max_body_mib = config.max_body_mib
     return HttpLimits(
-        max_body_bytes=_body_bytes(config.max_body_mib),
+        max_body_bytes=MAX_DEFAULT_BODY_BYTES if max_body_mib is None else max_body_mib << 20,
         max_bodies_bytes=config.max_bodies_mib << 20,
         max_json_depth=config.max_json_depth,
         max_json_items=config.max_json_items,

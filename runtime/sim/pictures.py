@@ -76,7 +76,7 @@ def draw_first_tokens(
     """Shares of requests by their first tokens' times; one line for each name."""
     page = _Page(title, foot, "seconds to the first token", "share of requests, %")
     page.axes.set_xscale("log")
-    for (name, curve), color in zip(curves.items(), _cycle(), strict=False):
+    for (name, curve), color in zip(curves.items(), _COLORS, strict=False):
         times_s, mark_s = np.maximum(curve.times_s, _LEAST_S), curve.at_percentile_s
         page.axes.plot(times_s, SHARES, color=color, linewidth=1.8)
         page.axes.plot([max(mark_s, _LEAST_S)], [percentile], color=color, marker="o", markersize=5)
@@ -99,7 +99,7 @@ def draw_load_curve(
     """A percentile of first tokens over the load; bars span the seeds."""
     page = _Page(title, foot, "requests per second", f"P{percentile:g} of first tokens, seconds")
     page.axes.set_yscale("log")
-    for name, color in zip(points, _cycle(), strict=False):
+    for name, color in zip(points, _COLORS, strict=False):
         curve = points[name]
         median = [one.median_s for one in curve]
         spread = [[one.median_s - one.low_s for one in curve], [one.high_s - one.median_s for one in curve]]
@@ -126,7 +126,7 @@ def draw_memory(memory: MemoryOverTime, title: str, foot: str, path: Path) -> No
     page = _Page(title, foot, "seconds from the first arrival", "GiB on the device")
     kinds = list(memory.num_bytes)
     stack = np.array([memory.num_bytes[kind] for kind in kinds], dtype=np.float64) / 2**30
-    colors = [color for _, color in zip(kinds, _cycle(), strict=False)]
+    colors = [color for _, color in zip(kinds, _COLORS, strict=False)]
     page.axes.stackplot(memory.time_s, stack, colors=colors, alpha=0.85, linewidth=0)
     ends = np.cumsum(stack[:, -1])
     for kind, end, height, color in zip(kinds, ends, stack[:, -1], colors, strict=True):
@@ -142,7 +142,7 @@ def draw_parts(parts_s: Mapping[str, Mapping[str, float]], title: str, foot: str
     names = sorted({part for of_one in parts_s.values() for part in of_one})
     base = np.zeros(len(parts_s))
     last = 0.0
-    for part, color in zip(names, _cycle(), strict=False):
+    for part, color in zip(names, _COLORS, strict=False):
         heights = np.array([of_one.get(part, 0.0) for of_one in parts_s.values()])
         page.axes.bar(range(len(parts_s)), heights, bottom=base, color=color, width=0.7)
         base += heights
@@ -164,7 +164,7 @@ def draw_server_loads(loads: LoadsOverTime, title: str, foot: str, path: Path) -
         "mean of all servers": values.mean(axis=0),
         f"server {int(means.argmin())}, the least busy": values[means.argmin()],
     }
-    for (name, row), color in zip(shown.items(), _cycle(), strict=False):
+    for (name, row), color in zip(shown.items(), _COLORS, strict=False):
         page.axes.plot(loads.time_s, row, color=color, linewidth=1.8)
         page.name_line(float(row[-1]), f"{name}: {row.mean():.3g}", color)
     page.axes.set_ylim(0.0, max(1.0, float(values.max())) * 1.02)
@@ -175,10 +175,6 @@ def draw_server_loads(loads: LoadsOverTime, title: str, foot: str, path: Path) -
 def in_words(name: str) -> str:
     """``running_kv`` as words."""
     return name.replace("_", " ").replace("kv", "KV")
-
-
-def _cycle() -> Sequence[str]:
-    return _COLORS
 
 
 def _wrapped(text: str, width: int) -> str:

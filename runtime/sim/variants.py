@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -130,7 +131,4 @@ def specs_of(config: SimulateConfig, workload: WorkloadSpec, rate_rps: float | N
 
 def spread_of(values: Sequence[float]) -> tuple[float, float, float]:
     """Median, least and largest."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return median, ordered[0], ordered[-1]
+    return statistics.median(values), min(values), max(values)

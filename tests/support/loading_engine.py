@@ -407,7 +407,7 @@ class LoadingEngine:
 
     def _drop(self) -> None:
         for adapter_id in self._retired - set(self.live.values()):
-            self.scheduler.drop_adapter(adapter_id)
+            self.scheduler.memory.drop(adapter_id)
             self._retired.remove(adapter_id)
 
     def _note(self, events: Sequence[RequestUpdate]) -> None:

@@ -71,7 +71,7 @@ async def fetch(
     except TimeoutError:
         raise UnreachableError(f"{url} did not answer within {timeout_s:g} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise UnreachableError(f"{url} cannot be reached: {_one_line(error)}") from None
+        raise UnreachableError(f"{url} cannot be reached: {one_line(error)}") from None
 
 
 def refusal_of(url: str, status: int, answer: bytes) -> HttpError:
@@ -83,6 +83,7 @@ def refusal_of(url: str, status: int, answer: bytes) -> HttpError:
     return HttpError(status, error.message, code=error.code, param=error.param)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return the text of an error, or its name without one."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:_MAX_CHARS_SHOWN]

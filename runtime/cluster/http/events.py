@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from ..wire import decode
-from .calls import CONNECT_TIMEOUT_S, UnreachableError, refusal_of
+from .calls import CONNECT_TIMEOUT_S, UnreachableError, one_line, refusal_of
 
 MAX_EVENT_BYTES = 64 * 2**20
 _CONTENT_TYPE = "text/event-stream"
@@ -81,8 +81,7 @@ async def read_events(
     except aiohttp.ClientPayloadError:
         pass  # the stream has ended within an event
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise UnreachableError(f"{url} cannot be read: {text}") from None
+        raise UnreachableError(f"{url} cannot be read: {one_line(error)}") from None
     raise UnreachableError(f"{url} has ended its stream")
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from ...errors import InvalidKeyError
 from ...server.access import Keys
-from ...server.errors import SHUTTING_DOWN, ErrorReply, HttpError, error_reply, routing_reply
+from ...server.errors import ErrorReply, HttpError, error_reply, routing_reply
 from ..wire import decode
 
 MAX_BODY_BYTES = 64 * 2**20  # of messages between processes of a cluster
@@ -88,11 +88,6 @@ def error_response(reply: ErrorReply) -> web.Response:
     return web.Response(
         status=reply.status, body=reply.encode(), headers=reply.headers, content_type="application/json"
     )
-
-
-def shutting_down() -> HttpError:
-    """Return the error of a request that arrives during shutdown."""
-    return HttpError(503, "this server is shutting down", code=SHUTTING_DOWN)
 
 
 async def serve_app(

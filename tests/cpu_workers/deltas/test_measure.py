@@ -1,4 +1,3 @@
-import itertools
 import json
 import os
 import subprocess
@@ -77,17 +76,6 @@ def test_jobs_go_to_whom_the_table_says() -> None:
     assert deltas.choose(place.region, 5).name == "numpy"
     deltas.compute(place.job())
     place.check()
-
-
-def test_one_can_be_forced() -> None:
-    table, _ = _measured(budget_s=10.0)
-    deltas = Deltas(table, forced="numba")
-    assert deltas.names == ("numba",)
-    for tokens, rank in itertools.product((1, 64), (1, 256)):
-        place = Workplace(DeltaCase(tokens, 64, (32,), (rank,)))
-        assert deltas.choose(place.region, tokens).name == "numba"
-        deltas.compute(place.job())
-        place.check()
 
 
 def test_an_unknown_back_end_is_refused_by_name() -> None:

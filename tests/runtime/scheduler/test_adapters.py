@@ -285,7 +285,7 @@ def test_a_dropped_adapter_is_evicted_after_its_last_step() -> None:
     executor = make_executor(scheduler)
     scheduler.add_request(adapter_request(1, 1), 0.0)
     run_to_end(scheduler, executor)
-    scheduler.drop_adapter(AdapterId(1))
+    scheduler.memory.drop(AdapterId(1))
     assert scheduler.has_work()
     run_to_end(scheduler, executor)
     assert scheduler.memory.take_removed() == [1]
@@ -298,7 +298,7 @@ def test_an_eviction_is_told_again_if_nobody_knows_what_became_of_its_plan() -> 
     executor = make_executor(scheduler)
     scheduler.add_request(adapter_request(1, 1), 0.0)
     run_to_end(scheduler, executor)
-    scheduler.drop_adapter(AdapterId(1))
+    scheduler.memory.drop(AdapterId(1))
     plan = schedule(scheduler)
     assert plan.evict_adapters == (1,)
     scheduler.fail_step(plan.step_id, "lost", 0.0)

@@ -254,7 +254,7 @@ def test_a_version_is_dropped_while_its_kv_comes() -> None:
     request = engine.ask()
     engine.schedule()
     engine.scheduler.abort(request.request_id, 0.0)
-    engine.scheduler.drop_adapter(AdapterId(1))
+    engine.scheduler.memory.drop(AdapterId(1))
     engine.finish()
     assert not engine.match()
     assert engine.memory.take_removed() == [AdapterId(1)]

@@ -392,7 +392,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         left = self.requests.keys() - self.ended.keys()
         if all(self.requests[request_id].adapter_id != version for request_id in left):
             self.scheduler.memory.pins.unpin(version)
-            self.scheduler.drop_adapter(version)
+            self.scheduler.memory.drop(version)
             self.dropped.add(version)
             self.versions[adapter] = AdapterId(version + NUM_ADAPTERS)
 
@@ -448,7 +448,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for adapter in range(1, NUM_ADAPTERS + 1):
             memory.pins.unpin(AdapterId(adapter))
         for adapter_id in memory.cache.resident_ids():
-            self.scheduler.drop_adapter(adapter_id)
+            self.scheduler.memory.drop(adapter_id)
         dropped = set(memory.cache.resident_ids())
         for _ in self.turns_to_end():
             self.parts_agree()
