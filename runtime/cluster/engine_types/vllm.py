@@ -69,7 +69,7 @@ class VllmApi:
         self._url = url
 
     async def incarnation(self) -> str:
-        body = await self._get("/metrics")
+        body = await self._ask(METRICS_PATH)
         try:
             return read_metrics(body).incarnation
         except ValueError as error:
@@ -83,21 +83,17 @@ class VllmApi:
         """
         model = model_of(entry)
         try:
-            await self.put(model, path)
+            await self._ask(_LOAD_PATH, _Load(model, path), _LOAD_TIMEOUT_S)
         except HttpError as error:
             if error.status != HTTPStatus.BAD_REQUEST or _LOADED_ALREADY not in str(error):
                 raise
         await self._drop(entry.name, but=model)
         return model
 
-    async def put(self, model: str, path: str) -> None:
-        """Load a directory under a new name."""
-        await self._post(_LOAD_PATH, _Load(model, path), _LOAD_TIMEOUT_S)
-
     async def drop(self, model: str) -> None:
         """Unload exactly this name; ignore an unknown one."""
         try:
-            await self._post(_UNLOAD_PATH, _Unload(model), _CALL_TIMEOUT_S)
+            await self._ask(_UNLOAD_PATH, _Unload(model))
         except HttpError as error:
             if error.status != HTTPStatus.NOT_FOUND:  # already dropped
                 raise
@@ -112,7 +108,7 @@ class VllmApi:
         """Raise ``HttpError`` if adapters cannot be loaded at run time."""
         try:
             # If the route exists, an empty name is refused without effect.
-            await self._post(_UNLOAD_PATH, _Unload(""), _CALL_TIMEOUT_S)
+            await self._ask(_UNLOAD_PATH, _Unload(""))
         except HttpError as error:
             if error.status == HTTPStatus.NOT_FOUND:
                 raise HttpError(
@@ -126,23 +122,15 @@ class VllmApi:
                 raise
 
     async def _drop(self, name: str, but: str | None = None) -> None:
-        models = msgspec.json.decode(await self._get(MODELS_PATH), type=_Models)
+        models = msgspec.json.decode(await self._ask(MODELS_PATH), type=_Models)
         for model in models.data:
             if model.id not in (but, name) and name_of(model.id) == name:
                 await self.drop(model.id)
 
-    async def _get(self, path: str) -> bytes:
-        url = self._url + path
-        status, body = await fetch(self._session, url, None, timeout_s=_CALL_TIMEOUT_S)
-        if status >= 400:
-            raise vllm_refusal(url, status, body)
-        return body
-
-    async def _post(self, path: str, body: msgspec.Struct, timeout_s: float) -> None:
-        url = self._url + path
-        status, answer = await fetch(self._session, url, body, timeout_s=timeout_s)
-        if status >= 400:
-            raise vllm_refusal(url, status, answer)
+    async def _ask(
+        self, path: str, body: msgspec.Struct | None = None, timeout_s: float = _CALL_TIMEOUT_S
+    ) -> bytes:
+        return await _ask(self._session, self._url + path, body, timeout_s)
 
 
 METRICS_PATH = "/metrics"
@@ -329,12 +317,17 @@ def _placed(sent: SentRecord, metrics: VllmMetrics) -> dict[str, PlacedAdapter]:
     }
 
 
-async def _ask(session: aiohttp.ClientSession, url: str) -> bytes:
-    """GET a URL; return the body. Raises ``HttpError``."""
-    status, body = await fetch(session, url, None, timeout_s=_POLL_TIMEOUT_S)
+async def _ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: msgspec.Struct | None = None,
+    timeout_s: float = _POLL_TIMEOUT_S,
+) -> bytes:
+    """POST ``body``, or GET without one; return the answer. Raises ``HttpError``."""
+    status, answer = await fetch(session, url, body, timeout_s=timeout_s)
     if status >= 400:
-        raise vllm_refusal(url, status, body)
-    return body
+        raise vllm_refusal(url, status, answer)
+    return answer
 
 
 def _refused(text: str) -> HttpError:
