@@ -128,7 +128,7 @@ def measure_placement(name: str, machine: SimulatedMachine, num_servers: int) ->
         plan = placement.plan(demand, servers, shares)
         plan_s.append(perf_counter() - begin_s)
         shares = plan.shares
-        copied.append(plan.copied_bytes)
+        copied.append(sum(copy.num_bytes for copy in plan.copies))
         tokens_per_s = {name: value * rng.lognormvariate(0.0, 0.2) for name, value in tokens_per_s.items()}
     return {"plan_s": round(max(plan_s), 4), "copied_gb": round(statistics.mean(copied[1:]) / 1e9, 2)}
 

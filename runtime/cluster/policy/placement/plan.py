@@ -47,11 +47,6 @@ class PlacementPlan:
     copies: tuple[Copy, ...] = ()
     drops: tuple[Copy, ...] = ()
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes to copy between servers."""
-        return sum(copy.num_bytes for copy in self.copies)
-
 
 class PlacementPolicy(Protocol):
     """Plans where adapters are."""
