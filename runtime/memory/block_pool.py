@@ -24,20 +24,15 @@ class MemoryBudget:
         """``capacity_bytes``: limit of all owners together."""
         assert capacity_bytes >= 0, capacity_bytes
         self.capacity_bytes = capacity_bytes
-        self._free_bytes = capacity_bytes
+        self.free_bytes = capacity_bytes  # that no owner has allocated
         self._evictable_bytes = 0  # allocated, and free as soon as they are needed
         self._reserved_bytes = 0
         self._allocated: dict[str, int] = {}
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes that no owner has allocated."""
-        return self._free_bytes
-
-    @property
     def reservable_bytes(self) -> int:
         """Bytes that can be reserved: free or evictable."""
-        return self._free_bytes + self._evictable_bytes
+        return self.free_bytes + self._evictable_bytes
 
     @property
     def unreserved_bytes(self) -> int:
@@ -50,7 +45,7 @@ class MemoryBudget:
     @property
     def available_bytes(self) -> int:
         """Bytes that ``allocate`` can take now."""
-        return max(0, min(self._free_bytes, self.unreserved_bytes))
+        return max(0, min(self.free_bytes, self.unreserved_bytes))
 
     def allocated_bytes(self, owner: str) -> int:
         """Bytes that ``owner`` holds now."""
@@ -62,10 +57,10 @@ class MemoryBudget:
         ``reserved_bytes`` of them come from the reservation, the rest from unreserved bytes.
         """
         assert 0 <= reserved_bytes <= min(num_bytes, self._reserved_bytes), reserved_bytes
-        if num_bytes > self._free_bytes or num_bytes - reserved_bytes > self.unreserved_bytes:
+        if num_bytes > self.free_bytes or num_bytes - reserved_bytes > self.unreserved_bytes:
             return False
         self._reserved_bytes -= reserved_bytes
-        self._free_bytes -= num_bytes
+        self.free_bytes -= num_bytes
         self._allocated[owner] = self._allocated.get(owner, 0) + num_bytes
         return True
 
@@ -88,14 +83,14 @@ class MemoryBudget:
         held = self._allocated.get(owner, 0)
         assert 0 <= num_bytes <= held, f"{owner} releases {num_bytes} of {held} bytes"
         self._allocated[owner] = held - num_bytes
-        self._free_bytes += num_bytes
+        self.free_bytes += num_bytes
 
     def check_invariants(self) -> None:
         """Assert that the account adds up."""
         assert all(held >= 0 for held in self._allocated.values()), self._allocated
-        total = self._free_bytes + sum(self._allocated.values())
+        total = self.free_bytes + sum(self._allocated.values())
         assert total == self.capacity_bytes, (total, self.capacity_bytes)
-        assert self._free_bytes >= 0, self._free_bytes
+        assert self.free_bytes >= 0, self.free_bytes
         assert 0 <= self._reserved_bytes <= self.reservable_bytes
 
 
@@ -129,23 +124,18 @@ class BlockPool:
         self._cold: list[BlockId] = []  # heap; free, without memory
         self._num_touched = 0  # ids from here on were never allocated
         self._allocated: set[BlockId] = set()
-        self._num_cached = 0
+        self.num_cached_blocks = 0  # of prefixes that no request uses
         self.num_reserved_blocks = 0
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks in use by requests."""
-        return len(self._allocated) - self._num_cached
+        return len(self._allocated) - self.num_cached_blocks
 
     @property
     def num_unused_blocks(self) -> int:
         """Blocks that no request uses, whether or not the budget has their bytes."""
         return self.num_blocks - self.num_used_blocks
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks of prefixes that no request uses."""
-        return self._num_cached
 
     @property
     def num_free_ids(self) -> int:
@@ -155,8 +145,8 @@ class BlockPool:
     def mark_cached(self, num_blocks: int) -> None:
         """Set how many allocated blocks hold prefixes that no request uses. They are evictable."""
         assert 0 <= num_blocks <= len(self._allocated), num_blocks
-        self.budget.mark_evictable((num_blocks - self._num_cached) * self.block_bytes)
-        self._num_cached = num_blocks
+        self.budget.mark_evictable((num_blocks - self.num_cached_blocks) * self.block_bytes)
+        self.num_cached_blocks = num_blocks
 
     @property
     def num_available_blocks(self) -> int:

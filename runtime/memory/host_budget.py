@@ -104,23 +104,19 @@ class HostBudget:
         self._move: HostMove | None = None  # until it has ended
         self._is_sent = False
         self._look_at_s = -math.inf
-        self._retry_at_s: float | None = None  # a move that failed, or that open copies prevent
+        # When a move is tried again that failed or that open copies prevent; None = none is.
+        self.wake_at_s: float | None = None
         self._is_last_to_kv = False
         self._turn_at_s = -math.inf  # before it no section moves in the other direction
 
-    @property
-    def wake_at_s(self) -> float | None:
-        """When a move is tried again that failed or that open copies prevent; None = none is."""
-        return self._retry_at_s
-
     def take_command(self, now_s: float) -> HostMove | None:
         """Return the move for the next plan, if any. What lay in its section has been evicted."""
-        if self._move is None and (self._retry_at_s is None or now_s >= self._retry_at_s):
-            self._retry_at_s = None
+        if self._move is None and (self.wake_at_s is None or now_s >= self.wake_at_s):
+            self.wake_at_s = None
             if self._cache.is_short:
                 found = self._slots.coldest_section(since=0)
                 if found is None:
-                    self._retry_at_s = now_s + _LOOK_EVERY_S
+                    self.wake_at_s = now_s + _LOOK_EVERY_S
                 else:
                     self._begin(found[1], now_s, to_kv=False)
             elif now_s >= self._look_at_s:
@@ -142,7 +138,7 @@ class HostBudget:
         self._move = None
         has_failed = result.error is not None
         if has_failed:
-            self._retry_at_s = now_s + _LOOK_EVERY_S
+            self.wake_at_s = now_s + _LOOK_EVERY_S
         section = move.source if has_failed else move.target
         if move.to_kv == has_failed:
             self._cache.take_section(section)
