@@ -158,7 +158,6 @@ class DeviceExecutor:
         self._notify()
 
     def poll(self, timeout_s: float = 0.0) -> list[Result]:
-        """Return ended steps and transfers, waiting up to ``timeout_s`` for the first."""
         if not self._results and timeout_s > 0:
             self._poller.poll(timeout_s * 1e3)
         if not self._results:  # not in a poll that returns a step
@@ -179,7 +178,6 @@ class DeviceExecutor:
         return self._adapters.is_idle and (self._kv is None or self._kv.is_idle)
 
     def fileno(self) -> int:
-        """Readable while ``poll`` would return results."""
         return self._event_fd
 
     def close(self) -> None:

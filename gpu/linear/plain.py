@@ -61,7 +61,6 @@ class ModuleLinear:
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The bias [out_features], if there is one."""
         return getattr(self._module, "bias", None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,6 @@ class Heartbeat:
         self.advance()
 
     def end_compilation(self) -> None:
-        """The compilation that began last has ended or failed."""
         self._num_compiling -= 1
         self._numbers[_KERNELS] += 1
         if not self._num_compiling:

@@ -253,7 +253,6 @@ class EngineHost:
 
     @property
     def num_advances(self) -> int:
-        """Plans submitted and results applied so far."""
         return self._core.num_advances
 
     @property

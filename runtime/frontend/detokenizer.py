@@ -69,7 +69,6 @@ class WindowStream:
         self._num_context = len(self._window)  # tokens of the window with text that was shown
 
     def push(self, token_id: int) -> str:
-        """Return the text that ``token_id`` completes: whole characters, possibly none."""
         window = self._window
         window.append(token_id)
         text = self._decoder.decode(window)
@@ -250,5 +249,4 @@ class StoppingDetokenizer:
         return ""
 
     def finish(self) -> str:
-        """Return the text held back. No tokens follow."""
         return self._finder.flush()

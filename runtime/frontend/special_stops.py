@@ -123,7 +123,6 @@ class SpecialStoppingDetokenizer:
         return self._feed(self._tokens.text(token_id), is_shown=False)
 
     def finish(self) -> str:
-        """Return the text held back. No tokens follow."""
         return self._release(len(self._held))
 
     def _feed(self, text: str, *, is_shown: bool) -> str:

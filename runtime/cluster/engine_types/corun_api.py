@@ -45,7 +45,6 @@ class EngineApi:
         self.url = url
 
     async def incarnation(self) -> str:
-        """Return the id of the engine's process. Raises ``HttpError``."""
         states = read_events(
             self._session, self.url + ENGINE_STATE_PATH, EngineState, silent_s=_CALL_TIMEOUT_S
         )
@@ -55,19 +54,13 @@ class EngineApi:
         raise AssertionError("a stream of events ends by an error")
 
     async def load(self, entry: AdapterEntry, path: str) -> None:
-        """Load a directory under a name, and replace its former content.
-
-        Raises ``HttpError`` with the engine's message if it refuses.
-        """
         body = _Load(lora_name=entry.name, lora_path=path, load_inplace=True, pinned=entry.pinned)
         await self._post("load_lora_adapter", body, _LOAD_TIMEOUT_S)
 
     async def pin(self, name: str, *, pinned: bool) -> None:
-        """Pin or unpin a served name on the device. Raises ``HttpError``."""
         await self._post("load_lora_adapter", _Load(lora_name=name, pinned=pinned), _CALL_TIMEOUT_S)
 
     async def unload(self, name: str) -> None:
-        """Unload a name; its running requests go on. Raises ``HttpError``."""
         try:
             await self._post("unload_lora_adapter", _Unload(lora_name=name), _CALL_TIMEOUT_S)
         except HttpError as error:

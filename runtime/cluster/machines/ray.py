@@ -51,7 +51,6 @@ class RayMachines:
         return found
 
     def names(self) -> set[str]:
-        """Return the names of this cluster's actors, running or not yet."""
         start = f"{self._name}/"
         names = _answer(list_named_actors)
         return {name.removeprefix(start) for name in names if name.startswith(start)}
