@@ -1,7 +1,6 @@
 """The control segment: the team's words, the words of each worker, and the jobs."""
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from .backing import Backing
@@ -117,9 +116,7 @@ class Control:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -13,7 +13,6 @@ import os
 import threading
 import weakref
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 from ..adapters.info import AdapterInfo
@@ -132,9 +131,7 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

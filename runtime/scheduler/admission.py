@@ -145,12 +145,7 @@ class Admission:
             if draft.num_free_tokens:
                 draft.add_chunk(request)
             return
-        max_tokens = draft.cold_tokens_in_time(request)
-        if not max_tokens:
-            return
-        chunk = self._cold_starts.next_chunk(request, max_tokens, len(self._running) - 1, draft.rows, now_s)
-        if chunk is not None:
-            draft.add_cold_chunk(request, chunk)
+        draft.add_cold(request, self._cold_starts, len(self._running) - 1, now_s)
 
     def _prefetch(self, now_s: float) -> None:
         """Load adapters of requests that wait for a slot."""

@@ -135,18 +135,9 @@ class Continuation:
             if not draft.num_free_tokens:
                 break
             if request.is_cold and draft.max_cold_tokens:
-                self._continue_cold(request, draft, now_s)
+                draft.add_cold(request, self._cold_starts, len(self._running) - 1, now_s)
             elif not request.is_cold:
                 draft.add_chunk(request)
-
-    def _continue_cold(self, request: Request, draft: StepDraft, now_s: float) -> None:
-        """Put a chunk of a request with a loading adapter into the step."""
-        max_tokens = draft.cold_tokens_in_time(request)
-        if not max_tokens:
-            return
-        chunk = self._cold_starts.next_chunk(request, max_tokens, len(self._running) - 1, draft.rows, now_s)
-        if chunk is not None:
-            draft.add_cold_chunk(request, chunk)
 
 
 def _may_be_forced(request: Request) -> bool:

@@ -6,7 +6,7 @@ from operator import attrgetter
 from ..memory.grant import MemoryCommands
 from ..plan import BlockUpdate, NewRequest, RequestId, StepId, StepPlan, SubBatch, SubBatchKind
 from ..request import Request
-from .cold import ColdChunk, StepRows
+from .cold import ColdStarts, StepRows
 from .decode_gap import DecodeGap
 from .limits import SchedulerConfig
 from .recovery import Recovery
@@ -106,12 +106,16 @@ class StepDraft:
             return 0
         return min(self.num_free_tokens, self._num_free_cold_tokens)
 
-    def cold_tokens_in_time(self, request: Request) -> int:
-        """Return how many tokens of a cold ``request`` the step has room and time for."""
-        return self._in_time(request, self._room(request, self.max_cold_tokens), is_cold=True)
-
-    def add_cold_chunk(self, request: Request, chunk: ColdChunk) -> None:
-        assert 0 < chunk.num_tokens <= self._room(request, self.max_cold_tokens)
+    def add_cold(self, request: Request, cold_starts: ColdStarts, num_others: int, now_s: float) -> None:
+        """Add the next chunk of a request whose adapter is loading, if it has one now."""
+        room = self._room(request, self.max_cold_tokens)
+        max_tokens = self._in_time(request, room, is_cold=True)
+        if not max_tokens:
+            return
+        chunk = cold_starts.next_chunk(request, max_tokens, num_others, self.rows, now_s)
+        if chunk is None:
+            return
+        assert 0 < chunk.num_tokens <= room
         self._take(request, chunk.num_tokens)
         self._num_free_cold_tokens -= chunk.num_tokens
         self._num_free_cold_rows -= 1
