@@ -70,20 +70,20 @@ def simulate(
     See ``replay`` for the rest. Raises ``ConfigError`` if there is no such policy.
     """
     clock = VirtualClock()
-    core, executor = build_simulated_engine(machine, workload, options, clock=clock, sleep=clock.sleep)
+    parts = build_simulated_parts(machine, workload, options, clock=clock, sleep=clock.sleep)
     try:
         return replay(
-            core,
+            parts.core,
             requests_of(workload),
             clock,
             clock.sleep,
-            executor.link_stats,
-            executor.step_stats,
+            parts.executor.link_stats,
+            parts.executor.step_stats,
             horizon_s=horizon_s,
             look=look,
         )
     finally:
-        executor.close()
+        parts.executor.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +96,6 @@ class SimulatedParts:
     registry: AdapterRegistry
 
 
-def build_simulated_engine(
-    machine: SimulatedMachine,
-    workload: Workload,
-    options: SimulationOptions,
-    *,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> tuple[EngineCore, LatencyExecutor]:
-    """Make a core with the adapters of ``workload`` registered.
-
-    Raises ``ConfigError`` if there is no such policy.
-    """
-    parts = build_simulated_parts(machine, workload, options, clock=clock, sleep=sleep)
-    return parts.core, parts.executor
-
-
 def build_simulated_parts(
     machine: SimulatedMachine,
     workload: Workload,
@@ -120,7 +104,10 @@ def build_simulated_parts(
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> SimulatedParts:
-    """See ``build_simulated_engine``."""
+    """Make an engine with the adapters of ``workload`` registered.
+
+    Raises ``ConfigError`` if there is no such policy.
+    """
     if options.baseline is not None:
         machine = baselines()[options.baseline](machine, workload.ranks)
     adapters = _facts(machine, workload.ranks)

@@ -19,13 +19,7 @@ from corun.runtime.engine.messages import AddRequest
 from corun.runtime.errors import ConfigError
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.sim.clock import VirtualClock
-from corun.runtime.sim.engine import (
-    SimulationOptions,
-    build_simulated_engine,
-    build_simulated_parts,
-    requests_of,
-    simulate,
-)
+from corun.runtime.sim.engine import SimulationOptions, build_simulated_parts, requests_of, simulate
 from corun.runtime.sim.machines import Factors, slowed
 from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.replay import Replayed, replay
@@ -226,9 +220,8 @@ def test_a_policy_is_named_or_given() -> None:
 def test_real_time_is_time_as_well() -> None:
     fast = replace(MACHINE, model=slowed(MODEL, Factors(step=1e-4, link=1e-4, workers=1e-4)))
     requests = workload(*((0.002 * index, index % 3, 10, 6) for index in range(12)))
-    core, executor = build_simulated_engine(
-        fast, requests, SimulationOptions(), clock=time.monotonic, sleep=time.sleep
-    )
+    parts = build_simulated_parts(fast, requests, SimulationOptions(), clock=time.monotonic, sleep=time.sleep)
+    core, executor = parts.core, parts.executor
     try:
         arrivals = requests_of(requests)
         replayed = replay(
@@ -246,9 +239,8 @@ def test_real_time_is_time_as_well() -> None:
 def test_requests_without_adapters_are_replayed_too() -> None:
     clock = VirtualClock()
     nobody = workload((0.0, 0, 4, 2))
-    core, executor = build_simulated_engine(
-        MACHINE, nobody, SimulationOptions(), clock=clock, sleep=clock.sleep
-    )
+    parts = build_simulated_parts(MACHINE, nobody, SimulationOptions(), clock=clock, sleep=clock.sleep)
+    core, executor = parts.core, parts.executor
     base = AddRequest(1, (5,) * 4, SamplingParams(max_tokens=9))
     replayed = replay(core, [(1.0, base)], clock, clock.sleep, executor.link_stats, executor.step_stats)
     executor.close()

@@ -8,7 +8,7 @@ from corun.runtime.engine.messages import AddRequest
 from corun.runtime.scheduler.events import RequestUpdate, TimePart
 from corun.runtime.scheduler.registry import SCHEDULER_POLICIES
 from corun.runtime.sim.clock import VirtualClock
-from corun.runtime.sim.engine import SimulationOptions, build_simulated_engine, requests_of
+from corun.runtime.sim.engine import SimulationOptions, build_simulated_parts, requests_of
 from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.replay import replay
 from corun.runtime.sim.workloads import make_workload
@@ -31,9 +31,8 @@ def parts_of(policy: str, *, max_steps_in_flight: int = 1) -> Counter[str]:
     clock = VirtualClock()
     workload = make_workload("S1", rate_rps=1.5, num_requests=200, seed=7, traces=None)
     options = replace(OPTIONS, scheduling_policy=policy, max_steps_in_flight=max_steps_in_flight)
-    core, executor = build_simulated_engine(
-        MACHINES["a40-llama7b"], workload, options, clock=clock, sleep=clock.sleep
-    )
+    built = build_simulated_parts(MACHINES["a40-llama7b"], workload, options, clock=clock, sleep=clock.sleep)
+    core, executor = built.core, built.executor
     added_s: dict[int, float] = {}
     told: dict[int, dict[str, float]] = {}
     add_request, step = core.add_request, core.step
