@@ -1,4 +1,7 @@
-"""Runs the Triton kernels of the sampler in a process of its own: ``interpret`` or ``compile``."""
+"""Runs the Triton kernels of the sampler in a process of its own.
+
+Either ``interpret``, or ``compile CAPABILITY...``.
+"""
 
 import sys
 from typing import Any
@@ -88,7 +91,7 @@ def _check_draws(
     assert torch.equal(drawn[1:], draws.tokens[1:]), (spread, drawn.tolist(), draws.tokens.tolist())
 
 
-def compile_for_gpus() -> None:
+def compile_for(*capabilities: str) -> None:
     """Compile to machine code, without a device and without spilled registers."""
     import triton
     from corun.gpu.execution.triton_kernels import adjust_logits_kernel, draw_rest_kernel
@@ -106,11 +109,11 @@ def compile_for_gpus() -> None:
             constexprs={(names.index("BLOCK"),): 1024},
             attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
         )
-        for capability in (80, 86, 89, 90):
+        for capability in map(int, capabilities):
             target = GPUTarget("cuda", capability, 32)
             compiled = triton.compile(source, target=target, options=options)
             assert spilled_bytes(compiled.asm["cubin"]) == 0, (kernel.__name__, capability)
 
 
 if __name__ == "__main__":
-    {"interpret": interpret, "compile": compile_for_gpus}[sys.argv[1]]()
+    {"interpret": interpret, "compile": compile_for}[sys.argv[1]](*sys.argv[2:])
