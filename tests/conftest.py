@@ -7,6 +7,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,7 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:
         _keep_choices()
     # Thousands of tests with their imports live until the end. Garbage collections over them are
-    # slow, and tests request many.
-    gc.collect()
+    # slow, and tests request many. A collection here would take a second of each process.
     gc.freeze()
 
 
@@ -124,14 +124,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for marker, reason in _WITH_OPTION.items():
-        if not config.getoption(f"--{marker}"):
-            for item in items:
-                if item.get_closest_marker(marker) is not None:
-                    item.add_marker(pytest.mark.skip(reason=reason))
-    gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if gpu_items and not _has_cuda():
-        for item in gpu_items:
+    reasons = {name: why for name, why in _WITH_OPTION.items() if not config.getoption(f"--{name}")}
+    for item in items:
+        names = {mark.name for mark in item.iter_markers()}
+        for name in reasons.keys() & names:
+            item.add_marker(pytest.mark.skip(reason=reasons[name]))
+        if "gpu" in names and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
@@ -183,6 +181,7 @@ def _keep_choices() -> None:
             write_record(path, able[0], "tests measure")
 
 
+@cache
 def _has_cuda() -> bool:
     import torch
 
