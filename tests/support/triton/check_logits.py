@@ -41,7 +41,7 @@ _CUTS: list[dict[str, Any]] = [
 
 def interpret() -> None:
     """Compare with the definition, and draws with those of a CPU."""
-    _check_draws(_CUTS, 300, spread=0.0)
+    _check_draws(_CUTS[::2], 300, spread=0.0)  # each kind of cut
     _check_draws(_CUTS, 300, spread=1.0, num_forbidden=150)
     _check_draws(_CUTS[:3], 2100, spread=0.5)
     from corun.gpu.execution.triton_kernels import adjust_logits_on_cuda
