@@ -34,6 +34,7 @@ def running(case: ParityCase, tmp_path_factory: pytest.TempPathFactory) -> Itera
         case.adapters,
         tmp_path_factory.mktemp("engine"),
         figures=Figures(link_bytes_per_s=1e6),  # as it is paced to
+        delta_backend="numba",
     ) as engine:
         yield engine
 

@@ -98,7 +98,9 @@ def engine(sizes: ColdSizes, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("cold")
     cold.save_random(sizes.config, sizes.ranks, folder, "cpu")
     adapters = {path.name: path for path in (folder / "adapters").iterdir()}
-    made = ColdEngine(folder / "model", adapters, folder, link_gib_per_s=0.5, memory_gib=0.05)
+    made = ColdEngine(
+        folder / "model", adapters, folder, link_gib_per_s=0.5, memory_gib=0.05, delta_backend="numba"
+    )
     yield made
     made.close()
 
