@@ -61,10 +61,10 @@ WITH_PAGES = (
     Setting("mooncake-8", 1.2, machine=f"a40-llama7b{PAGES}"),
 )
 MOONCAKE = tuple(Setting("mooncake-8", rate_rps) for rate_rps in (1.2, 1.4, 1.55))
-# 1.0 and 1.4 of what ``lru`` serves if requests never stop coming: 1.46 and 2.85 requests/s.
+# 1.0, 1.2 and 1.4 of what ``lru`` serves if requests never stop coming: 1.46 and 2.85 requests/s.
 LIBRA = (
-    *(Setting("mooncake-8", rate_rps) for rate_rps in (1.46, 2.04)),
-    *(Setting("mooncake-16", rate_rps) for rate_rps in (2.85, 4.0)),
+    *(Setting("mooncake-8", rate_rps) for rate_rps in (1.46, 1.75, 2.04)),
+    *(Setting("mooncake-16", rate_rps) for rate_rps in (2.85, 3.42, 4.0)),
 )
 START = Setting("gentd26", 2.0, machine="a40-llama8b-link3")  # of which 500 requests are enough
 DEFAULT_MEMORY_SETTINGS = (ZIPF_SLOW, MOONCAKE[1])
