@@ -30,7 +30,7 @@ from typing import Any
 
 import numba
 import torch
-from corun.cpu_workers.kernels.simd.layout import CODED, GROUP_SIZE
+from corun.cpu_workers.kernels.simd.layout import CODED
 from corun.gpu.forward.kernel_threads import set_kernel_threads
 from corun.gpu.forward.launcher import launching
 from corun.gpu.linear.base import LinearBackend, MakeLinear
@@ -250,7 +250,8 @@ def main() -> None:
     num_weights = sum(features * sum(outputs) for features, outputs in shapes.groups())
     num_bytes = float(dtype.itemsize * num_weights)
     if quantization is not None:
-        num_bytes = num_weights * (_bits(quantization) / 8 + 4 / GROUP_SIZE)
+        coded = CODED[TAGS[quantization].dtype.name]
+        num_bytes = num_weights * (coded.bits / 8 + coded.scale_bytes / coded.group_size)
     figures: dict[str, Any] = {}
     bounds: dict[str, bool | None] = {}
     widths = sorted({features for features, _ in shapes.groups()})

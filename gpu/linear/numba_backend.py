@@ -46,14 +46,13 @@ class KernelLinear:
         shape: tuple[int, int],
         packed: np.ndarray,
         bias: torch.Tensor | None,
-        exponents: np.ndarray | None = None,
+        beside: np.ndarray | None = None,
         order: np.ndarray | None = None,
-        has_zero_points: bool = False,
     ) -> None:
         """Take ownership of the packed arrays.
 
         tag: the arithmetic, of ``layout``; shape: [out_features, in_features];
-        exponents, order, has_zero_points: see ``PackedWeight``.
+        beside, order: see ``PackedWeight``.
         """
         self.tag = tag
         self.out_features, self.in_features = shape
@@ -65,8 +64,7 @@ class KernelLinear:
         if bias is not None:
             padded_bias[: self.out_features] = bias.detach().float().numpy()
         self.order = order
-        self.arrays = (packed, padded_bias, exponents, order)
-        self._has_zero_points = has_zero_points
+        self.arrays = (packed, padded_bias, beside, order)
         self._alone = FusedProduct((self,))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,14 +73,14 @@ class KernelLinear:
 
     def describe(self) -> tuple[int, ...]:
         """The kernel's arguments for this matrix; the address of y is filled in later."""
-        packed, padded_bias, exponents, _ = self.arrays
+        packed, padded_bias, beside, _ = self.arrays
         return (
             packed.ctypes.data,
             padded_bias.ctypes.data,
             0,
             self.padded_out * _ITEM_BYTES,
             self.padded_out // (layout.COLUMNS_PER_GROUP * layout.GROUPS_PER_LINEAR_UNIT),
-            int(self._has_zero_points) if exponents is None else exponents.ctypes.data,
+            0 if beside is None else beside.ctypes.data,
         )
 
 

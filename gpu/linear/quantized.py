@@ -5,6 +5,7 @@ along the input. Codes of 8 bits are signed and symmetric. Codes of 4 bits count
 one per group or 8 everywhere, or name levels (nf4, mxfp4). Independent of the kernels' layout.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +25,7 @@ class QuantizedWeight:
 
     codes: [out, in], int8 from -127 to 127 for 8 bits, uint8 from 0 to 15 for 4.
     scales: float32 [out, groups]; may be negative, and zero if the group is all zeros.
-    zero_points: uint8 [out, groups], 0 to 15, only for 4 bits, beside scales whose lowest 4 bits
-        are zero; None = 8 everywhere.
+    zero_points: uint8 [out, groups], 0 to 15, only for 4 bits; None = 8 everywhere.
     levels: what codes of 4 bits name; None = they are integers.
     order: int32 [in], the input of each column of codes; None = in order.
     """
@@ -56,6 +56,12 @@ class QuantizedWeight:
         """Neighbours along the input that share a scale."""
         return int(self.codes.shape[1] // self.scales.shape[1])
 
+    def in_8_bits(self) -> "QuantizedWeight":
+        """The same values of integers of 4 bits as codes of 8."""
+        zeros = MIDDLE_CODE if self.zero_points is None else self.zero_points.repeat(self.group_size, axis=1)
+        codes = (self.codes - zeros).view(np.int8)  # wraps around
+        return QuantizedWeight(8, codes, self.scales, order=self.order)
+
     def dequantized(self) -> np.ndarray:
         """The represented matrix, float32 [out, in]: a copy."""
         codes = self.codes.reshape(*self.scales.shape, self.group_size)
@@ -73,8 +79,8 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     """The nearest codes of ``weight`` [out, in], of any floating type; ``in`` in whole groups.
 
     8 bits: a group's largest magnitude is 127. 4 bits: its value of largest magnitude, the first of
-    several, is -8 times the scale, so at least this value is exact. ValueError if a weight is not
-    finite.
+    several, is -8 times the scale, rounded to float16: so at least this value is exact in bfloat16
+    and float16, from 2**-14 on. ValueError if a weight is not finite.
     """
     out_features, in_features = weight.shape
     if weight.dtype == torch.bfloat16:
@@ -117,6 +123,8 @@ def _quantize(words: np.ndarray, shift: int, bits: int, codes: np.ndarray, scale
                 scale = abs(values[place]) / np.float32(_LARGEST_CODE)
             else:
                 scale = values[place] / np.float32(-MIDDLE_CODE)
+                exponent = max(math.frexp(scale)[1] - 11, -24)
+                scale = np.float32(math.ldexp(np.rint(math.ldexp(scale, -exponent)), exponent))
             scales[row, group] = scale
             # A group of zeros, and one so small that its scale is zero, is zeros.
             divisor = scale if scale != 0 else np.float32(1)

@@ -38,27 +38,27 @@ class PackedWeight:
 
     tag: one of ``TAGS``.
     blocks: codes and scales, uint8, of ``layout.quantized_shape``, best aligned to 64 bytes.
-    exponents: of ``layout.pack_exponents``, where the format has them.
+    beside: of ``layout.pack_beside``, exponents if the format has them, otherwise zero points.
     order: see ``QuantizedWeight``.
-    has_zero_points: each scale contains a zero point (``layout.with_zero_points``).
     """
 
     tag: np.generic
     out_features: int
     in_features: int
     blocks: np.ndarray
-    exponents: np.ndarray | None = None
+    beside: np.ndarray | None = None
     order: np.ndarray | None = None
-    has_zero_points: bool = False
 
     def __post_init__(self) -> None:
         shape = layout.quantized_shape(self.out_features, self.in_features, self.tag)
         assert self.blocks.shape == shape and self.blocks.dtype == np.uint8, self.blocks.shape
         assert self.blocks.flags.c_contiguous
-        assert (self.exponents is not None) == self.format.has_exponents
-        if self.exponents is not None:
-            assert self.exponents.shape == (*shape[:2], layout.quantized_panel_columns())
-            assert self.exponents.dtype == np.uint8 and self.exponents.flags.c_contiguous
+        if self.beside is None:
+            assert not self.format.has_exponents
+        else:
+            assert self.format.has_exponents or self.format.may_have_zero_points
+            assert self.beside.shape == (*shape[:2], layout.quantized_panel_columns())
+            assert self.beside.dtype == np.uint8 and self.beside.flags.c_contiguous
         if self.order is not None:
             assert self.order.shape == (self.in_features,) and self.order.dtype == np.int32
             assert self.order.min() >= 0 and self.order.max() < self.in_features
@@ -74,34 +74,37 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: QuantizedWeight, *, is_w8a8: bool = False) -> "PackedWeight":
-        """Pack a matrix, in huge pages if available; ``is_w8a8``: codes of 8 bits for ``W8A8``."""
+        """Pack a matrix, in huge pages if available; ``is_w8a8``: codes of 8 bits for ``W8A8``.
+
+        Integers of 4 bits with scales that float16 does not have become 8 bits of the same values.
+        """
+        if weight.bits == 4 and weight.levels is None and not layout.are_float16(weight.scales):
+            weight = weight.in_8_bits()
         tag = _tag_of(weight, x_bits=8 if is_w8a8 or weight.bits == 4 else 16)
         out_features, in_features = weight.codes.shape
         shape = layout.quantized_shape(out_features, in_features, tag)
         blocks = huge_pages.zeros(math.prod(shape)).view(shape).numpy()
-        scales, zero_points, exponents = weight.scales, weight.zero_points, None
-        if zero_points is not None:
-            scales = layout.with_zero_points(scales, zero_points)
+        scales, octets = weight.scales, weight.zero_points
         pack_in_shares(
             out_features,
             layout.quantized_panel_columns(),
             lambda rows, panels: layout.pack_quantized(weight.codes[rows], scales[rows], tag, blocks[panels]),
         )
         if layout.CODED[tag.dtype.name].has_exponents:
-            exponents = layout.pack_exponents(layout.exponents_of(scales))
-        return cls(tag, out_features, in_features, blocks, exponents, weight.order, zero_points is not None)
+            octets = layout.exponents_of(scales)
+        beside = None if octets is None else layout.pack_beside(octets)
+        return cls(tag, out_features, in_features, blocks, beside, weight.order)
 
     def unpacked(self, first_panel: int = 0, num_panels: int | None = None) -> QuantizedWeight:
         """The matrix before packing, or the rows of some panels of it: a copy."""
         panels = slice(first_panel, None if num_panels is None else first_panel + num_panels)
         out_features = self.out_features - first_panel * layout.quantized_panel_columns()
         codes, scales = layout.unpack_quantized(self.blocks[panels], out_features, self.tag)
-        zero_points = None
-        if self.exponents is not None:
-            scales = layout.powers_of_two(layout.unpack_exponents(self.exponents[panels], out_features))
-        if self.has_zero_points:
-            scales, zero_points = layout.without_zero_points(scales)
-        return QuantizedWeight(self.format.bits, codes, scales, zero_points, self.format.levels, self.order)
+        octets = None if self.beside is None else layout.unpack_beside(self.beside[panels], out_features)
+        if self.format.has_exponents:
+            assert octets is not None
+            scales, octets = layout.powers_of_two(octets), None
+        return QuantizedWeight(self.format.bits, codes, scales, octets, self.format.levels, self.order)
 
 
 def _tag_of(weight: QuantizedWeight, *, x_bits: int) -> np.generic:
@@ -135,9 +138,8 @@ class QuantizedLinear(KernelLinear):
             (packed.out_features, packed.in_features),
             packed.blocks,
             bias,
-            packed.exponents,
+            packed.beside,
             packed.order,
-            packed.has_zero_points,
         )
 
     @property

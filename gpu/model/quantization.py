@@ -48,9 +48,9 @@ _LOG = logging.getLogger(__name__)
 _WEIGHTS_AT_ONCE = 1 << 20  # converted at a time in a thread
 _CHECKED_TOKENS = 3
 _CHECKED_ROWS = 512
-_FORM = 2  # of stored matrices; another number after each change of the kernels' layout
+_FORM = 3  # of stored matrices; another number after each change of the kernels' layout
 # Names of arrays besides that of codes, which names their kind.
-_EXPONENTS, _ORDER, _ZERO_POINTS = "exponents", "order of inputs", "has zero points"
+_BESIDE, _ORDER = "beside", "order of inputs"
 # Relative to the length of the matrix's row, for normal x. The worst of millions of correct
 # products is off by 0.05 with x in 8 bits; one that lacks a group, by more than 1.
 _MAX_PRODUCT_ERROR = 0.1
@@ -210,14 +210,12 @@ class QuantizedLinears:
             self._kept.close()
             if self._num_read < len(made):
                 self._kept.write({path: _arrays(packed) for path, packed in made.items()})
-        if self._narrow:
-            _LOG.warning(
-                "%d linears are not quantised, because their input widths are not multiples of %d: %s%s",
-                len(self._narrow),
-                GROUP_SIZE,
-                ", ".join(self._narrow[:3]),
-                " and more" if len(self._narrow) > 3 else "",
-            )
+        _warn(self._narrow, f"not quantised, because their input widths are not multiples of {GROUP_SIZE}")
+        bits = {path: self._bits[path] for path, packed in made.items() if packed.format.bits == 8}
+        of_4 = [
+            path for path, one in bits.items() if 8 not in ({one} if one else self._quantization.stored_bits)
+        ]
+        _warn(of_4, "stored in 8 bits instead of 4, because float16 does not have all of their scales")
         quantized_bytes = sum(array.nbytes for packed in made.values() for array in _arrays(packed).values())
         replaced = {f"{path}.weight" for path in made}
         others = sum(size for name, size in full_bytes.items() if name not in replaced)
@@ -343,6 +341,12 @@ class QuantizedLinears:
         return QuantizedWeight(bits, codes, np.concatenate([part.scales for part in parts]))
 
 
+def _warn(paths: list[str], what: str) -> None:
+    if paths:
+        more = " and more" if len(paths) > 3 else ""
+        _LOG.warning("%d linears are %s: %s%s", len(paths), what, ", ".join(paths[:3]), more)
+
+
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     """All linears to be replaced, by their first path."""
     return {path: one for path, one in model.named_modules() if type(one) is nn.Linear}
@@ -358,23 +362,15 @@ def _inside_layers(skeleton: PreTrainedModel, linears: Mapping[str, nn.Linear]) 
 
 def _arrays(packed: PackedWeight) -> dict[str, np.ndarray]:
     arrays = {packed.name: packed.blocks}
-    if packed.exponents is not None:
-        arrays[_EXPONENTS] = packed.exponents
+    if packed.beside is not None:
+        arrays[_BESIDE] = packed.beside
     if packed.order is not None:
         arrays[_ORDER] = packed.order
-    if packed.has_zero_points:
-        arrays[_ZERO_POINTS] = np.ones(1, np.bool_)
     return arrays
 
 
 def _from_arrays(arrays: Mapping[str, np.ndarray], out_features: int, in_features: int) -> PackedWeight:
     (name,) = TAGS.keys() & arrays.keys()
     return PackedWeight(
-        TAGS[name],
-        out_features,
-        in_features,
-        arrays[name],
-        arrays.get(_EXPONENTS),
-        arrays.get(_ORDER),
-        _ZERO_POINTS in arrays,
+        TAGS[name], out_features, in_features, arrays[name], arrays.get(_BESIDE), arrays.get(_ORDER)
     )

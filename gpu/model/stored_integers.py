@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ...cpu_workers.kernels.simd.layout import GROUP_SIZE, SMALL_GROUP_SIZE, has_room_for_zero_points
+from ...cpu_workers.kernels.simd.layout import GROUP_SIZE, SMALL_GROUP_SIZE
 from ...runtime.errors import ModelError
 from ..linear.quantized import BITS, QuantizedWeight
 from .full_files import Found, check_finite
@@ -113,11 +113,6 @@ class _Integers:
         zeros = None if zeros is None or (zeros == self._middle).all() else zeros
         if self.bits == 4:
             zeros = None if zeros is None else np.repeat(zeros, repeats, axis=1)
-            if zeros is not None and not has_room_for_zero_points(scales):
-                raise _wrong(
-                    self.path,
-                    "it has zero points and scales of more than 20 bits; --quantization off reads it in full",
-                )
             return QuantizedWeight(4, np.ascontiguousarray(codes), scales, zeros, order=order)
         if zeros is not None:
             raise _wrong(self.path, "it has 8 bits and zero points; --quantization off reads it in full")

@@ -52,7 +52,7 @@ from .tiles import (
 
 # Fields of each matrix: see ``multiply``.
 MATRIX_FIELDS = 6
-_WEIGHTS, _BIAS, Y_FIELD, _Y_STRIDE, _NUM_UNITS, _SCALING = range(MATRIX_FIELDS)
+_WEIGHTS, _BIAS, Y_FIELD, _Y_STRIDE, _NUM_UNITS, _BESIDE = range(MATRIX_FIELDS)
 
 # By pairs.
 _BLOCK_TOKENS = 8
@@ -90,7 +90,7 @@ def _multiply_panels(
     y_stride: int,
     num_tokens: int,
     following: int,
-    scaling: int,
+    beside: int,
 ) -> None:
     """All tokens, in blocks of ``make_blocks``, times the columns of some panels.
 
@@ -123,7 +123,7 @@ def _multiply_panels(
                 num_tokens - token - 1,
                 ahead,
                 num_blocks > 1,
-                scaling,
+                beside,
                 panel,
             )
             token += size
@@ -143,11 +143,11 @@ def _choose_tile(tag: Any, *arguments: Any) -> Any:
         wide_product(*arguments[:-2])
 
     def in_integers(tag: Any, *arguments: Any) -> Any:
-        scaling, panel = arguments[-2:]
-        if scaling:
+        beside, panel = arguments[-2:]
+        if beside:
             steps = arguments[4]
-            scaling += panel * (steps // chunk_steps(tag)) * _LANES
-        quantized_product(tag, *arguments[:-2], scaling)
+            beside += panel * (steps // chunk_steps(tag)) * _LANES
+        quantized_product(tag, *arguments[:-2], beside)
 
     return in_float32 if tag == types.uint16 else in_integers
 
@@ -317,9 +317,9 @@ def _multiply_share(
             following = 0
             if end < last:
                 following = int64_at(matrix + 8 * MATRIX_FIELDS, _WEIGHTS)
-            scaling = int64_at(matrix, _SCALING)
-            if scaling:
-                scaling += own * (steps // chunk_steps(tag)) * _UNIT_COLUMNS
+            beside = int64_at(matrix, _BESIDE)
+            if beside:
+                beside += own * (steps // chunk_steps(tag)) * _UNIT_COLUMNS
             _multiply_units(
                 tag,
                 int64_at(matrix, _WEIGHTS) + own * unit_bytes,
@@ -332,7 +332,7 @@ def _multiply_share(
                 int64_at(matrix, _Y_STRIDE),
                 num_tokens,
                 following,
-                scaling,
+                beside,
             )
             unit = end
         units_before += num_units
@@ -358,7 +358,7 @@ def multiply(
     matrices: address of int64 [num_matrices, MATRIX_FIELDS]: address of the result of
         ``pack_linear`` or ``pack_quantized``, of its bias, float32, of y, bfloat16; bytes from one
         token of y to the next; units of 64 columns, to which weights, bias and rows of y are
-        padded; address of the result of ``pack_exponents``, or whether scales have zero points.
+        padded; address of the result of ``pack_beside``, or 0.
     x: address of bfloat16; x_stride: bytes from one token to the next; order: address of int32,
         the input of each column of the weights, or 0 = in order, only for ``layout.CODED``;
         steps: pairs of values in a padded row of x and of the weights.

@@ -14,7 +14,7 @@ from numba.core import cgutils
 from ..simd.emitter import F32, I64, VECTOR_BYTES, Emitter
 from ..simd.integers import I8, Integers
 from ..simd.intrinsics import emits
-from ..simd.layout import EXPONENT_SHIFT, MIDDLE_CODE, SMALLEST_POWER, ZERO_POINT_BITS, CodedFormat
+from ..simd.layout import EXPONENT_SHIFT, MIDDLE_CODE, SMALLEST_POWER, CodedFormat
 from .rows import CODE_SUM, CODED_TAIL_BYTES, FIRST, ROW_FORMATS, SCALE
 from .tiles import choose_tile, write_sums
 
@@ -28,7 +28,7 @@ class _Tile:
     panels: list[ir.Value]
     x: ir.Value
     num_groups: ir.Value
-    scaling: ir.Value  # see ``quantized_product``
+    beside: ir.Value  # see ``quantized_product``
     sums: ir.Value
 
     @property
@@ -158,11 +158,11 @@ class _Tile:
 
     def _scale(self, group: ir.Value, totals: list[ir.Value]) -> None:
         """Add the sums of a group, times its scales, to those on the stack."""
-        if self.format.bits == 8 or self.format.levels:
+        if not self.format.may_have_zero_points:
             self._add_scaled(group, totals, has_zero_points=False)
             return
         builder = self.emit.builder
-        are_given = builder.icmp_unsigned("!=", self.scaling, I64(0))
+        are_given = builder.icmp_unsigned("!=", self.beside, I64(0))
         with builder.if_else(are_given) as (given, missing):
             for branch, has_zero_points in ((given, True), (missing, False)):
                 with branch:
@@ -172,27 +172,34 @@ class _Tile:
         emit, builder, num_panels = self.emit, self.emit.builder, len(self.panels)
         for p in range(num_panels):
             scales = self._scales(p, group)
-            words = builder.bitcast(scales, emit.i32s)
-            missing = builder.sub(emit.same(MIDDLE_CODE), builder.and_(words, emit.same(ZERO_POINT_BITS)))
+            missing = None
+            if has_zero_points:
+                difference = builder.sub(emit.same(MIDDLE_CODE), self._beside(p, group))
+                missing = builder.sitofp(difference, emit.f32s)
             for t in range(self.num_tokens):
                 of_x = emit.splat(emit.load(self.tail(t, group, SCALE), F32), emit.lanes)
                 total = self.integers.total(totals[t * num_panels + p])
-                if has_zero_points:  # exact, like all sums of a group
+                if missing is not None:  # exact, like all sums of a group
                     sum_of_x = emit.splat(emit.load(self.tail(t, group, CODE_SUM), F32), emit.lanes)
-                    total = emit.fma(builder.sitofp(missing, emit.f32s), sum_of_x, total)
+                    total = emit.fma(missing, sum_of_x, total)
                 place = self.sum_place(t, p)
                 before = emit.load(place, emit.f32s)
                 emit.store(emit.fma(total, builder.fmul(scales, of_x), before), place)
 
+    def _beside(self, p: int, group: ir.Value) -> ir.Value:
+        """The exponents or zero points of a group, int32."""
+        emit, builder = self.emit, self.emit.builder
+        number = builder.add(builder.mul(I64(p), self.num_groups), group)
+        octets = emit.load(emit.offset(self.beside, number, emit.lanes), ir.VectorType(I8, emit.lanes))
+        return builder.zext(octets, emit.i32s)
+
     def _scales(self, p: int, group: ir.Value) -> ir.Value:
         emit, builder = self.emit, self.emit.builder
         if not self.format.has_exponents:
-            # A zero point in it changes a scale by less than 2**-19, y by less than its rounding.
-            return emit.load(emit.offset(self.code(p, group), self.format.codes_bytes), emit.f32s)
-        number = builder.add(builder.mul(I64(p), self.num_groups), group)
-        place = emit.offset(self.scaling, number, emit.lanes)
-        exponents = builder.zext(emit.load(place, ir.VectorType(I8, emit.lanes)), emit.i32s)
-        bits = builder.shl(exponents, emit.same(EXPONENT_SHIFT))
+            place = emit.offset(self.code(p, group), self.format.codes_bytes)
+            is_short = self.format.scale_bytes == 2
+            return emit.float16_values(place) if is_short else emit.load(place, emit.f32s)
+        bits = builder.shl(self._beside(p, group), emit.same(EXPONENT_SHIFT))
         smallest = emit.same(SMALLEST_POWER)
         bits = builder.select(builder.icmp_unsigned(">", bits, smallest), bits, smallest)
         return builder.bitcast(bits, emit.f32s)
@@ -206,20 +213,19 @@ class _Tile:
 
 
 @emits(
-    "num_tokens weights panel_bytes x steps bias y y_stride last_token ahead is_half scaling",
+    "num_tokens weights panel_bytes x steps bias y y_stride last_token ahead is_half beside",
     is_half=types.boolean,
 )
 def quantized_product(emit: Emitter, *args: ir.Value) -> None:
     """y[token, column] = bias[column] + sum over k of x[token, k] W[column, k], by codes.
 
     For ``num_tokens`` and the number of panels in ``rows.ROW_FORMATS``. x: address of the block
-    made by ``rows.make_blocks``. scaling: address of the exponents of the first panel, or where the
-    format has none, whether scales have zero points (0 = no). The other arguments are those of
-    ``tiles.wide_product``.
+    made by ``rows.make_blocks``. beside: address of the exponents or zero points of the first
+    panel, or 0. The other arguments are those of ``tiles.wide_product``.
     """
     integers = Integers(emit)
     emit, builder = integers.emit, emit.builder
-    num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half, scaling = args
+    num_tokens, weights, panel_bytes, x, steps, bias, y, y_stride, last, ahead, is_half, beside = args
     num_groups = builder.sdiv(steps, I64(integers.format.group_size // 2))
     panels_of = ROW_FORMATS[emit.tag.name].panels_of
     most = max(size * panels for size, panels in panels_of.items())
@@ -228,7 +234,7 @@ def quantized_product(emit: Emitter, *args: ir.Value) -> None:
 
     def emit_tile(size: int, is_half: bool) -> None:
         panels = [emit.row(weights, panel_bytes, p) for p in range(panels_of[size])]
-        tile = _Tile(integers, size, panels, x, num_groups, scaling, sums)
+        tile = _Tile(integers, size, panels, x, num_groups, beside, sums)
         tile.begin()
         prefetch = _prefetch_ahead(tile, ahead, is_half=is_half)
         with cgutils.for_range(builder, num_groups) as loop:

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .isa import process_isa
+from .isa import process_features, process_isa
 
 F32 = ir.FloatType()
 I8 = ir.IntType(8)
@@ -102,6 +102,19 @@ class Emitter:
         """A value of ``kind`` from ``address``, which need not be aligned."""
         pointer = self.builder.inttoptr(address, kind.as_pointer())
         return self.builder.load(pointer, align=2)
+
+    def float16_values(self, address: ir.Value) -> ir.Value:
+        """The float32 of finite float16 at ``address``."""
+        builder = self.builder
+        if "f16c" in process_features():
+            kind = ir.VectorType(ir.HalfType(), self.lanes)
+            return builder.fpext(self.load(address, kind), self.f32s)
+        # LLVM would call a library that is not there. The bits, as those of a float32, are too
+        # small by the difference of the exponents' biases, 127 and 15.
+        words = builder.sext(self.load(address, self.i16s), self.i32s)
+        bits = builder.and_(builder.shl(words, self.same(13)), self.same(0x8FFFE000))
+        factor = ir.Constant(self.f32s, [2.0**112] * self.lanes)
+        return builder.fmul(builder.bitcast(bits, self.f32s), factor)
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
         """Write ``value`` to ``address``, which need not be aligned."""

@@ -25,11 +25,10 @@ each vector register's worth of float32:
   W [out, in] -> [out / lanes, in / group, block], a block of bytes: codes, then scales;
   codes of ``INT8`` [group / 2, lanes, 2]; of ``W8A8`` [group / 4, lanes, 4], plus 128; of ``INT4``
   [group / 8, lanes, 4], with the first four values of eight in the low halves, and the others in
-  the high halves; scales float32 [lanes]
+  the high halves; scales [lanes], of ``INT4`` float16, else float32
 
-Zero points of 4 bits, if they are not 8 everywhere, lie in the lowest bits of the scales, which are
-zero in scales that had 16 bits. ``MXFP4`` has no scales in its blocks, but exponents beside them:
-uint8 [out / lanes, in / group, lanes].
+Zero points of 4 bits, if they are not 8 everywhere, lie beside the blocks: uint8 [out / lanes,
+in / group, lanes]. ``MXFP4`` has exponents there, and no scales in its blocks.
 
 Codes of ``NF4`` and ``MXFP4`` name levels. [group / 8, lanes, 4] are words of eight codes: the even
 ones in the low half, the odd ones in the high half, so that a shift aligns each pair. Codes are
@@ -53,7 +52,6 @@ GROUPS_PER_LINEAR_UNIT = 4
 GROUP_SIZE = 64  # neighbours along ``in`` of a quantised base weight that share a scale
 SMALL_GROUP_SIZE = 32  # the same in formats of other projects
 MIDDLE_CODE = 8  # of 4 bits: the zero point of all groups, unless each has its own
-ZERO_POINT_BITS = 15  # of a scale, for a zero point
 MIDDLE_BYTE = 128  # what bytes of ``W8A8`` count from
 EXPONENT_SHIFT = 23  # of an exponent in float32
 SMALLEST_POWER = 0x00400000  # the bits of 2**-127, a subnormal number, whose exponent is 0
@@ -126,14 +124,23 @@ _LEVEL_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the order of eight codes, packed lik
 class CodedFormat:
     """Weights of a tag: bits of their codes and of those of x, and the size of groups.
 
-    has_exponents: scales are powers of two, of which only exponents are stored.
+    scale_bytes: of each scale in a block; 0 = scales are powers of two, of which only exponents are
+        stored, beside the blocks.
     """
 
     bits: int
     x_bits: int
     group_size: int = GROUP_SIZE
     levels: Levels | None = None
-    has_exponents: bool = False
+    scale_bytes: int = 4
+
+    @property
+    def has_exponents(self) -> bool:
+        return self.scale_bytes == 0
+
+    @property
+    def may_have_zero_points(self) -> bool:
+        return self.bits == 4 and self.levels is None
 
     @property
     def codes_bytes(self) -> int:
@@ -142,18 +149,18 @@ class CodedFormat:
     @property
     def block_bytes(self) -> int:
         """Bytes of these codes, and of the scales behind them."""
-        return self.codes_bytes + (0 if self.has_exponents else 4 * quantized_panel_columns())
+        return self.codes_bytes + self.scale_bytes * quantized_panel_columns()
 
 
 # Of quantised weights, by name of their tag's type.
 CODED = {
     INT8.dtype.name: CodedFormat(8, 16),
-    INT4.dtype.name: CodedFormat(4, 8),
+    INT4.dtype.name: CodedFormat(4, 8, scale_bytes=2),
     W8A8.dtype.name: CodedFormat(8, 8),
     NF4.dtype.name: CodedFormat(4, 16, levels=NF4_LEVELS),
     INT8_SMALL.dtype.name: CodedFormat(8, 16, SMALL_GROUP_SIZE),
-    INT4_SMALL.dtype.name: CodedFormat(4, 8, SMALL_GROUP_SIZE),
-    MXFP4.dtype.name: CodedFormat(4, 16, SMALL_GROUP_SIZE, MXFP4_LEVELS, has_exponents=True),
+    INT4_SMALL.dtype.name: CodedFormat(4, 8, SMALL_GROUP_SIZE, scale_bytes=2),
+    MXFP4.dtype.name: CodedFormat(4, 16, SMALL_GROUP_SIZE, MXFP4_LEVELS, scale_bytes=0),
 }
 
 
@@ -290,7 +297,8 @@ def pack_quantized(codes: np.ndarray, scales: np.ndarray, tag: np.generic, block
     """Lay out W for ``linear.multiply`` with ``tag``.
 
     codes [out, in], of 8 bits int8, of 4 bits uint8 below 16; scales float32 [out, in / group],
-    which are left out where the format has exponents. blocks: zeros, uint8, of ``quantized_shape``.
+    exact in those of the format, left out where it has exponents. blocks: zeros, uint8, of
+    ``quantized_shape``.
     """
     groups, coded = blocks.shape[1], CODED[tag.dtype.name]
     if (coded.bits, coded.x_bits) == (8, 16):
@@ -332,53 +340,39 @@ def unpack_quantized(blocks: np.ndarray, out_features: int, tag: np.generic) -> 
             eights = codes.reshape(len(rows), -1, 8)[..., np.argsort(_LEVEL_PLACES)]
             codes = (eights ^ coded.levels.zero).reshape(codes.shape)
     scales = scales.transpose(0, 2, 1).reshape(len(rows), -1)
-    return codes[:out_features], np.ascontiguousarray(scales[:out_features])
+    return codes[:out_features], np.ascontiguousarray(scales[:out_features], np.float32)
 
 
 def _quantized_parts(blocks: np.ndarray, tag: np.generic) -> tuple[np.ndarray, np.ndarray]:
-    """Views: units of codes [panels, groups, units, lanes] of 2 or 4 bytes; scales of 4."""
+    """Views: units of codes [panels, groups, units, lanes] of 2 or 4 bytes; scales."""
     panels, groups, _ = blocks.shape
     lanes = quantized_panel_columns()
     coded = CODED[tag.dtype.name]
     split = coded.codes_bytes
     unit = np.uint16 if (coded.bits, coded.x_bits) == (8, 16) else np.uint32
     units = blocks[..., :split].view(unit).reshape(panels, groups, -1, lanes)
-    scales = blocks[..., split:].view(np.float32)
+    scales = blocks[..., split:].view(np.float16 if coded.scale_bytes == 2 else np.float32)
     assert np.shares_memory(units, blocks)
     return units, scales
 
 
-def has_room_for_zero_points(scales: np.ndarray) -> bool:
-    """Whether the bits in which zero points are stored are zero."""
-    return not (scales.view(np.uint32) & ZERO_POINT_BITS).any()
+def are_float16(scales: np.ndarray) -> bool:
+    """Whether float16 has all of these float32."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(scales.astype(np.float16), scales)
 
 
-def with_zero_points(scales: np.ndarray, zero_points: np.ndarray) -> np.ndarray:
-    """Zero points, uint8 below 16, in scales of their shape: a copy."""
-    assert has_room_for_zero_points(scales)
-    words = scales.view(np.uint32) | zero_points
-    both: np.ndarray = words.view(np.float32)
-    return both
-
-
-def without_zero_points(both: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scales and zero points of ``with_zero_points``: copies."""
-    words = both.view(np.uint32)
-    scales: np.ndarray = (words & ~np.uint32(ZERO_POINT_BITS)).view(np.float32)
-    return scales, (words & ZERO_POINT_BITS).astype(np.uint8)
-
-
-def pack_exponents(exponents: np.ndarray) -> np.ndarray:
-    """Lay out the exponents of groups, uint8 [out, groups], in the order of ``pack_quantized``."""
-    out_features, groups = exponents.shape
+def pack_beside(octets: np.ndarray) -> np.ndarray:
+    """Lay out exponents or zero points, uint8 [out, groups], in the order of ``pack_quantized``."""
+    out_features, groups = octets.shape
     _, padded_out = padded_linear_features(0, out_features)
-    padded = _padded(exponents, padded_out, groups)
+    padded = _padded(octets, padded_out, groups)
     lanes = quantized_panel_columns()
     return np.ascontiguousarray(padded.reshape(-1, lanes, groups).transpose(0, 2, 1))
 
 
-def unpack_exponents(packed: np.ndarray, out_features: int) -> np.ndarray:
-    """The exponents of groups [out, groups]: a copy."""
+def unpack_beside(packed: np.ndarray, out_features: int) -> np.ndarray:
+    """The original [out, groups] of ``pack_beside``: a copy."""
     groups = packed.shape[1]
     return np.ascontiguousarray(packed.transpose(0, 2, 1)).reshape(-1, groups)[:out_features]
 

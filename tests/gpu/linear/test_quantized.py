@@ -24,8 +24,10 @@ def test_every_weight_is_as_near_as_codes_allow(bits: int, steps: int, dtype: to
     largest = weight.reshape(70, 3, 64).abs().amax(dim=-1, keepdim=True)
     error = torch.from_numpy(quantized.dequantized()).reshape(70, 3, 64) - weight.reshape(70, 3, 64)
     # With 4 bits there is no code for what is as large as the largest, of the other sign.
-    bound = largest / steps * (0.5 if bits == 8 else 1)
-    assert bool((error.abs() <= bound * (1 + 1e-5)).all())
+    bound = largest / steps * (0.5 + 1e-5)
+    if bits == 4:  # scales are rounded to float16
+        bound = largest / steps * (1 + 2**-9) + 2**-22
+    assert bool((error.abs() <= bound).all())
     assert bool((error.reshape(70, 192)[1, 64:128] == 0).all())
     assert quantized.scales[1, 1] == 0
 

@@ -240,6 +240,31 @@ def test_powers_of_two_from_the_smallest_on(exponent: int) -> None:
     assert torch.equal(y, torch.full((1, 64), 64 * 4.0).bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("scale", "name"),
+    [
+        (2.0**-24, "int4"),  # the smallest float16
+        (-65504.0, "int4"),  # its largest
+        (2.0**-25, "int8"),
+        (2.0**16, "int8"),
+        (1 / 3, "int8"),
+    ],
+)
+def test_scales_of_any_size(scale: float, name: str) -> None:
+    codes = np.full((64, 128), 10, np.uint8)  # 2
+    scales = np.full((64, 2), scale, np.float32)
+    scales[::2, 1] = 0.75
+    packed = PackedWeight.of(QuantizedWeight(4, codes, scales))
+    assert packed.name == name
+    assert np.array_equal(packed.unpacked().scales, scales)
+    x = torch.zeros(6, 128).bfloat16()
+    x[:, 0], x[:, 64] = 1 / scale, 4
+    for tokens in (1, 6):
+        y = QuantizedLinear(packed, None)(x[:tokens])
+        second = torch.from_numpy(8 * scales[:, 1]).expand(tokens, 64)
+        torch.testing.assert_close(y.float(), 2 + second, rtol=2**-7, atol=0)
+
+
 @each_kind
 def test_rows_with_gaps_of_which_nothing_else_is_read(kind: str, has_zeros: bool) -> None:
     backend = make_linear((64, 64), kind, has_zeros)
@@ -314,6 +339,6 @@ def test_what_was_kept_may_be_read_only(tmp_path: Path) -> None:
     packed = PackedWeight.of(make_weight((128, 192), "int4", True))
     np.save(tmp_path / "blocks.npy", packed.blocks)
     blocks = np.load(tmp_path / "blocks.npy", mmap_mode="r")
-    kept = PackedWeight(INT4, 128, 192, blocks, has_zero_points=True)
+    kept = PackedWeight(INT4, 128, 192, blocks, packed.beside)
     x = torch.randn(7, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(QuantizedLinear(kept, None)(x), QuantizedLinear(packed, None)(x))

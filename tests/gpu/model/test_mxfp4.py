@@ -71,8 +71,8 @@ def test_a_linear_is_served_as_stored(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(weight.dequantized()).bfloat16(), truth)
     packed = PackedWeight.of(weight)
     assert torch.equal(torch.from_numpy(packed.unpacked().dequantized()).bfloat16(), truth)
-    assert packed.exponents is not None
-    assert packed.blocks.nbytes + packed.exponents.nbytes == 64 * (128 // 2 + 128 // 32)
+    assert packed.beside is not None
+    assert packed.blocks.nbytes + packed.beside.nbytes == 64 * (128 // 2 + 128 // 32)
 
 
 @pytest.mark.parametrize("exponent", [254, 255])

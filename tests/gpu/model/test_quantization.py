@@ -330,6 +330,29 @@ def test_groups_of_32_are_served_as_stored(model: Path, tmp_path: Path, form: st
         assert weights.kind == name.removesuffix("/32")
 
 
+def test_scales_that_float16_does_not_have(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same values in 8 bits; from the checkpoint, and from what is kept."""
+    stored = store_in("compressed int4", model, tmp_path / "stored")
+    file = stored / "model.safetensors"
+    scaled = {name: one / 3 if name.endswith("_scale") else one for name, one in load_file(file).items()}
+    save_file(scaled, file, metadata={"format": "pt"})
+    planned = plan(load_config(ModelSource(str(stored))))
+    assert planned is not None
+    dense = load_file(model / "model.safetensors")
+    for _ in range(2):
+        caplog.clear()
+        made, _ = load(stored, planned, tmp_path / "kept")
+        assert "14 linears are stored in 8 bits instead of 4" in caplog.text
+        for path, backend in backends(made).items():
+            if "layers" in path:
+                assert backend.name == "int8/32"
+                torch.testing.assert_close(
+                    3 * backend.weight.float(), dense[f"{path}.weight"], rtol=2**-8, atol=0
+                )
+
+
 def test_a_checkpoint_in_nf4_is_read_in_full(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,8 +26,7 @@ from safetensors.torch import save_file
 from support.four_bit import four_bit_config
 
 OUT, IN = 64, 256
-# Of the memory of a matrix. The most have groups of 32, or channels, and no zero points.
-MAX_OVER_FILES = 1.11
+MAX_OVER_FILES = 1.1  # of the memory of a matrix
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that a word has at each place
 Tensors = dict[str, torch.Tensor]
 
@@ -134,7 +133,7 @@ def check(path: Path, matrix: Matrix, tensors: Tensors, stored: StoredQuantizati
         assert weight.bits == matrix.bits
         assert np.array_equal(weight.dequantized(), matrix.dense)
         packed = PackedWeight.of(weight)
-        arrays = (packed.blocks, packed.order)
+        arrays = (packed.blocks, packed.beside, packed.order)
         num_bytes = sum(array.nbytes for array in arrays if array is not None)
         assert num_bytes <= MAX_OVER_FILES * sum(one.nbytes for one in tensors.values())
     assert full.parts == set(found.names)
@@ -351,7 +350,6 @@ def test_damaged_matrices_are_refused(
     [
         (Matrix(8), 8, "8 bits and zero points; --quantization off reads it in full"),
         (Matrix(4).in_act_order(uneven=True), 4, "groups have other sizes than 256 / 2"),
-        (Matrix(4).in_float32(), 4, "scales of more than 20 bits; --quantization off reads it in full"),
     ],
 )
 def test_what_config_json_does_not_say_is_refused(
@@ -362,6 +360,15 @@ def test_what_config_json_does_not_say_is_refused(
     with pytest.raises(ModelError, match=reason):
         found.coded["layer.weight"].as_stored()
     found.matrices["layer.weight"].read(0, OUT)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_scales_that_float16_does_not_have(tmp_path: Path, symmetric: bool) -> None:
+    matrix = Matrix(4, symmetric=symmetric).in_float32()
+    (coded,) = find_stored_integers(files(tmp_path, matrix.gptq()), GPTQ).coded.values()
+    packed = PackedWeight.of(coded.as_stored())
+    assert packed.name == "int8"
+    assert np.array_equal(packed.unpacked().dequantized(), matrix.dense)
 
 
 def test_groups_that_are_not_whole_ones_are_read_in_full(tmp_path: Path) -> None:
