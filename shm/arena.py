@@ -106,10 +106,12 @@ class ArenaPages:
         start, end = self._huge_interior(offset, num_bytes)
         # Only a touch makes huge pages, allocation does not. It is not tried on a machine with too
         # little memory, where a process would be killed for it: ``allocate`` raises an error.
+        held_bytes = 0
         if self._wants_huge and end > start and num_bytes <= available_memory_bytes():
             self._advise(start, end - start, MADV_HUGEPAGE)
             self._advise(start, end - start, MADV_POPULATE_WRITE)
-        self._segment.allocate(offset, num_bytes)
+            held_bytes = end - start  # or a little less: this is only what need not be free now
+        self._segment.allocate(offset, num_bytes, held_bytes=held_bytes)
 
     def _huge_interior(self, offset: int, num_bytes: int) -> tuple[int, int]:
         """The whole huge pages inside a range, as offsets; aligned by address."""

@@ -73,11 +73,14 @@ def _open_posix() -> int:
     return int(memory.fd)
 
 
-def allocate(fd: int, offset: int, num_bytes: int, *, what: str, backing: str) -> None:
+def allocate(
+    fd: int, offset: int, num_bytes: int, *, what: str, backing: str, missing_bytes: int | None = None
+) -> None:
     """Allocate memory for [offset, offset + num_bytes) of ``fd`` now, not at the first touch.
 
     Otherwise too little memory would show as SIGBUS at a later store. Raises ``SpaceError``, also
-    if there were enough only because parts of the range already have memory.
+    if there were enough only because parts of the range already have memory, unless
+    ``missing_bytes`` says how many have none.
     """
     hint = (
         "enlarge /dev/shm (docker: --shm-size) or request less"
@@ -88,7 +91,7 @@ def allocate(fd: int, offset: int, num_bytes: int, *, what: str, backing: str) -
     available_bytes = available_memory_bytes()
     if backing == "posix":
         available_bytes = min(available_bytes, _free_in_shm_bytes())
-    if num_bytes > available_bytes:
+    if (num_bytes if missing_bytes is None else missing_bytes) > available_bytes:
         raise SpaceError(what, num_bytes, available_bytes, hint)
     try:
         os.posix_fallocate(fd, offset, num_bytes)

@@ -14,6 +14,7 @@ not looked at it until then was no member.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from resource import RUSAGE_THREAD, getrusage
 
 from . import loop
 from .atomics import fence, load_acquire, load_acquire_64, monotonic_ns, store_release, store_release_64
@@ -168,6 +169,7 @@ class WorkerEnd:
         self._next: int | None = None
         self._began_ns = 0
         self._crowded_until_ns = 0
+        self._num_preempted = 0
 
     def heartbeat(self) -> None:
         """Write the heartbeat, during start-up; waits and ``begin`` do so themselves."""
@@ -223,9 +225,15 @@ class WorkerEnd:
         found = loop.await_x(
             mailbox.team, mailbox.own, job.sequence, self._own_state, spin_ns, int(timeout_s * 1e9)
         )
-        if found & loop.CROWDED:
+        # The core may also have been the hypervisor's or an interrupt's, from which no nap keeps it.
+        if found & loop.CROWDED and self._was_preempted():
             self._crowded_until_ns = time.monotonic_ns() + _CROWDED_NS
         return bool(found & ~loop.CROWDED == loop.ARRIVED)
+
+    def _was_preempted(self) -> bool:
+        """Whether another thread has taken this one's core since the last call."""
+        before, self._num_preempted = self._num_preempted, getrusage(RUSAGE_THREAD).ru_nivcsw
+        return self._num_preempted > before
 
     def wait_members(self, job: Job, members: int, *, timeout_s: float) -> bool:
         """Tell that this worker's part of h is written, and wait for those of ``members``.

@@ -123,10 +123,14 @@ class Segment:
         """An array [count] of the payload from byte ``offset`` on. Release it before ``close``."""
         return np.frombuffer(self.buffer, dtype, count, offset)
 
-    def allocate(self, offset: int, num_bytes: int) -> None:
-        """Allocate memory for a range of a sparse segment; keeps contents. ``SpaceError``."""
+    def allocate(self, offset: int, num_bytes: int, *, held_bytes: int = 0) -> None:
+        """Allocate memory for a range of a sparse segment; keeps contents. ``SpaceError``.
+
+        ``held_bytes``: of the range that have memory already.
+        """
         self._check_range(offset, num_bytes)
-        allocate(self.fd, HEADER_BYTES + offset, num_bytes, what=self.kind, backing=self.backing)
+        start, missing_bytes = HEADER_BYTES + offset, num_bytes - held_bytes
+        allocate(self.fd, start, num_bytes, what=self.kind, backing=self.backing, missing_bytes=missing_bytes)
 
     def give_back(self, offset: int, num_bytes: int) -> None:
         """Return the memory of a range of a sparse segment to the system; it then reads as zero.

@@ -293,16 +293,16 @@ class RegionWriter:
         Headers are written at once, because workers read them while they wait for values.
         """
         self._layout = layout
-        # With names, by the names of tensors of regions that are not prepared.
-        self._unprepared: dict[str, tuple[GroupPlan, torch.Tensor, Sequence[str]]] = {}
+        self._parts = parts  # held, because packed places are addresses
+        # By the names of tensors of regions that are not prepared.
+        self._unprepared: dict[str, tuple[GroupPlan, torch.Tensor]] = {}
         self._packed: dict[str, PackedPlace] = {}  # by tensor name, of those written in one call
         self._places: dict[str, WriteMatrix] = {}  # likewise what writes the bits of a matrix
         self._makers: dict[str, FactorMaker] = {}  # by the names of all tensors of targets with factors
         for plan, part in zip(plans, parts, strict=True):
             write_header(plan.region, part.numpy().data)
-            names = plan.tensor_names
-            self._unprepared |= dict.fromkeys(names, (plan, part, names))
-            if not names:
+            self._unprepared |= dict.fromkeys(plan.tensor_names, (plan, part))
+            if not plan.tensor_names:
                 self._prepare(plan, part)
 
     def write(self, tensors: Sequence[StoredTensor]) -> None:
@@ -315,9 +315,9 @@ class RegionWriter:
         rows: list[tuple[int, ...]] = []
         for raw, data in tensors:
             if raw.name in self._unprepared:
-                plan, part, names = self._unprepared[raw.name]
+                plan, part = self._unprepared[raw.name]
                 self._prepare(plan, part)
-                for name in names:
+                for name in plan.tensor_names:
                     del self._unprepared[name]
             place = self._packed.pop(raw.name, None)
             if place is None:

@@ -314,7 +314,8 @@ class Checkpoint:
             if num:
                 return num
         # After its deadline a call may still write to it, and nothing reads it any more.
-        some = [part[:_CALL_BYTES] for part in parts]  # one, or all of a batch
+        assert len(parts) == 1 or _BATCH_BYTES <= _CALL_BYTES, "a part but the last would be cut"
+        some = [part[:_CALL_BYTES] for part in parts]
         return FILES.call(lambda _: os.preadv(descriptor, some, position), self._folder)
 
     @property

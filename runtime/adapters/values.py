@@ -35,7 +35,7 @@ _STORED = {
 # The largest number of a type, and the smallest number that it rounds to infinity.
 _RANGES = {
     "float32": (3.4028234663852886e38, math.inf),
-    "bfloat16": (3.3895313892515355e38, 3.3961775292304961e38),
+    "bfloat16": (3.3895313892515355e38, (2 - 2**-8) * 2.0**127),
     "float16": (65504.0, 65520.0),
 }
 # Bits of the smallest absolute value that cannot be served in bfloat16, by stored type.

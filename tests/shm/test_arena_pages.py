@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from corun.shm.arena import ArenaPages, huge_page_setting
+from corun.shm.errors import SpaceError
 from corun.shm.huge_pages import HUGE_PAGE_BYTES
 from corun.shm.segment import Segment
 
@@ -40,6 +41,19 @@ def test_the_whole_is_taken_at_once() -> None:
         assert held_bytes(segment) >= 2 * HUGE_PAGE_BYTES
         pages.give_back(0, HUGE_PAGE_BYTES)
         assert held_bytes(segment) >= 2 * HUGE_PAGE_BYTES
+
+
+def test_memory_that_a_range_has_just_taken_need_not_be_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Segment.create(8 * HUGE_PAGE_BYTES, kind="adapters", is_sparse=True) as segment:
+        pages = ArenaPages(segment, is_elastic=True, setting="advise")
+        limit = held_bytes(segment) + 5 * HUGE_PAGE_BYTES
+        for module in ("arena", "backing"):
+            available = f"corun.shm.{module}.available_memory_bytes"
+            monkeypatch.setattr(available, lambda: limit - held_bytes(segment))
+        pages.take(4096, 4 * HUGE_PAGE_BYTES)
+        assert held_bytes(segment) == limit - HUGE_PAGE_BYTES
+        with pytest.raises(SpaceError):
+            pages.take(5 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)
 
 
 def held_bytes(segment: Segment) -> int:

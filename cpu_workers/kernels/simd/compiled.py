@@ -30,7 +30,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _SIMD = Path(__file__).parent
 _SHM = _SIMD.parents[2] / "shm"
 # Modules that any kernel may contain besides those of its own folder.
-_COMMON_SOURCES = (*sorted(_SIMD.glob("*.py")), _SHM / "atomics.py", _SHM / "region.py")
+_COMMON_SOURCES = (
+    *sorted(_SIMD.glob("*.py")),
+    *(_SHM / name for name in ("atomics.py", "futex.py", "region.py")),
+)
 
 # A part of kernels, which Python does not call.
 part: Callable[[Function], Function] = njit(

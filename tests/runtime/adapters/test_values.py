@@ -51,6 +51,9 @@ def test_values_of_all_sizes(kind: torch.dtype, served: torch.dtype, scale: floa
         (65519.0, torch.float16, True),
         (65520.0, torch.float16, False),
         (3.3961e38, torch.bfloat16, True),
+        # Half of the way to the next power of two, and the float32 below it.
+        (float.fromhex("0x1.ffp+127"), torch.bfloat16, False),
+        (float.fromhex("0x1.fefffep+127"), torch.bfloat16, True),
         (3.3962e38, torch.bfloat16, False),
         (3.4028e38, torch.float32, True),
     ],
