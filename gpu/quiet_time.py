@@ -54,8 +54,7 @@ def take_samples(call: Callable[[], object], num_quiet: int, limit_s: float) -> 
     try:
         while True:
             start_s, stolen_s = time.perf_counter(), _stolen_s()
-            missing = num_quiet - sum(sample.is_quiet for sample in samples)
-            batch = _take_batch(call, missing, end_s, queue)
+            batch = _take_batch(call, num_quiet, end_s, queue)
             now_s = time.perf_counter()
             is_stolen = _stolen_s() - stolen_s > _MAX_WAITED_SHARE * (now_s - start_s)
             samples += (replace(sample, is_stolen=is_stolen) for sample in batch)
@@ -81,9 +80,10 @@ def _take_batch(call: Callable[[], object], num_quiet: int, end_s: float, queue:
 
 
 def _stolen_s() -> float:
-    """Seconds for which the hypervisor has withheld this process's cores, in whole ticks."""
+    """Seconds for which the hypervisor has withheld a core, the mean of this process's; by ticks."""
     times = psutil.cpu_times(percpu=True)
-    return sum(getattr(times[cpu], "steal", 0.0) for cpu in os.sched_getaffinity(0) if cpu < len(times))
+    cpus = os.sched_getaffinity(0)
+    return sum(getattr(times[cpu], "steal", 0.0) for cpu in cpus if cpu < len(times)) / len(cpus)
 
 
 def _waited_s(queue: RunQueue) -> float | None:

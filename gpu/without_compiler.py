@@ -131,7 +131,7 @@ class _ModelListsFinder(MetaPathFinder):
     def _list(self, models: Path) -> _Exports:
         path = None if self._kept is None else self._kept / "choices" / f"{_stamp_of(models)}.json"
         record = None if path is None else read_record(path, list[tuple[list[str], dict[str, list[str]]]])
-        if record is not None:
+        if record:
             return {
                 frozenset(needed): {name: set(exported) for name, exported in modules.items()}
                 for needed, modules in record

@@ -17,6 +17,9 @@ from ...cpu_workers.kernels.simd.layout import GROUP_SIZE, MIDDLE_CODE, Levels
 BITS = (8, 4)
 _LARGEST_CODE = 127  # of 8 bits
 _MAX_CODE = 15  # of 4 bits
+# If a matrix has a scale of this size, rounding the others to float16 changes no weight by more than
+# 2**-9 of its largest.
+_LEAST_ROUNDED = 2**-16
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,9 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     """The nearest codes of ``weight`` [out, in], of any floating type; ``in`` in whole groups.
 
     8 bits: a group's largest magnitude is 127. 4 bits: its value of largest magnitude, the first of
-    several, is -8 times the scale, rounded to float16: so at least this value is exact in bfloat16
-    and float16, from 2**-14 on. ValueError if a weight is not finite.
+    several, is -8 times the scale, rounded to float16: so at least this value is exact, of bfloat16
+    from 2**-14 on, of float16 from 2**-11 on. Scales of a matrix of smaller weights stay as they
+    are. ValueError if a weight is not finite.
     """
     out_features, in_features = weight.shape
     if weight.dtype == torch.bfloat16:
@@ -89,17 +93,22 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
         words, shift = weight.detach().float().contiguous().numpy().view(np.uint32), 0
     codes = np.empty((out_features, in_features), np.int8 if bits == 8 else np.uint8)
     scales = np.empty((out_features, in_features // GROUP_SIZE), np.float32)
-    if not _quantize(words, shift, bits, codes.view(np.uint8), scales):
+    if not _quantize(words, shift, bits, bits == 4, codes.view(np.uint8), scales):
         raise ValueError("a weight is not finite")
+    if bits == 4 and np.abs(scales).max() < _LEAST_ROUNDED:
+        _quantize(words, shift, bits, False, codes.view(np.uint8), scales)
     return QuantizedWeight(bits, codes, scales)
 
 
 # Without branches in loops over a group, so that they are compiled to vector instructions.
 @kernel()
-def _quantize(words: np.ndarray, shift: int, bits: int, codes: np.ndarray, scales: np.ndarray) -> bool:
+def _quantize(
+    words: np.ndarray, shift: int, bits: int, is_rounded: bool, codes: np.ndarray, scales: np.ndarray
+) -> bool:
     """Write codes, as bytes, and scales of float32; whether all are finite.
 
     words: the bits of the values, uint32, or uint16 of which ``shift`` makes these.
+    is_rounded: scales to float16.
     """
     magnitude_bits, infinity_bits = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
     least, most, middle = (-_LARGEST_CODE, _LARGEST_CODE, 0) if bits == 8 else (0, _MAX_CODE, MIDDLE_CODE)
@@ -123,6 +132,7 @@ def _quantize(words: np.ndarray, shift: int, bits: int, codes: np.ndarray, scale
                 scale = abs(values[place]) / np.float32(_LARGEST_CODE)
             else:
                 scale = values[place] / np.float32(-MIDDLE_CODE)
+            if is_rounded:
                 exponent = max(math.frexp(scale)[1] - 11, -24)
                 scale = np.float32(math.ldexp(np.rint(math.ldexp(scale, -exponent)), exponent))
             scales[row, group] = scale

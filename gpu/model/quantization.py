@@ -186,7 +186,13 @@ class QuantizedLinears:
         arrays = None if self._kept is None else self._kept.read(path)
         if arrays is None:
             weight = self._weight(path, linear)
-            packed = PackedWeight.of(weight, is_w8a8=self._quantization.is_w8a8)
+            is_w8a8 = self._quantization.is_w8a8
+            if is_w8a8 and weight.bits == 8 and weight.group_size != GROUP_SIZE:
+                raise ModelError(
+                    f"--quantization w8a8 needs weights in groups of {GROUP_SIZE}, but {path} has groups "
+                    f"of {weight.group_size}; leave out --quantization to serve it as it is stored"
+                )
+            packed = PackedWeight.of(weight, is_w8a8=is_w8a8)
             if has_kernel:
                 self._check_products(path, packed, weight)
         else:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from ..plan import BlockId, HostSlot
+from ..request import Request, RequestStatus
 from .policies.policy import MemoryPolicy
 
 
@@ -49,8 +50,13 @@ class KvNode:
     host_slot: HostSlot | None = None
     num_references: int = 0  # holds of requests and copies, and referenced children
     num_device_children: int = 0  # those with a block
-    is_awaited: bool = False  # it was copied to the device for a request, and none has held it since
+    awaited_by: Request | None = field(default=None, repr=False)  # the last one it was copied for
     children: "dict[bytes, KvNode]" = field(default_factory=dict, repr=False)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it was copied to the device for a request that still waits."""
+        return self.awaited_by is not None and self.awaited_by.status is RequestStatus.WAITING
 
     @property
     def can_return(self) -> bool:
@@ -121,7 +127,6 @@ class KvTree:
             held.num_references += 1
             if held.num_references > 1:
                 return
-            held.is_awaited = False
             if held.block_id is not None:
                 self.num_unreferenced_blocks -= 1
                 self.num_claims += 1
@@ -348,7 +353,7 @@ class KvTree:
         assert node.block_id is not None, node
         freed.block_ids.append(node.block_id)
         del self.by_block[node.block_id]
-        node.block_id, node.is_awaited = None, False
+        node.block_id = node.awaited_by = None
         self.num_device_blocks -= 1
         if node.parent is not None:
             node.parent.num_device_children -= 1

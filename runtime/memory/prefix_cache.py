@@ -224,6 +224,7 @@ class PrefixCache:
             self._record_namespace(namespace, adapter_id)
         self._reuse.record(num_found=len(path))
         for node in path:
+            node.awaited_by = None
             self._policy.visit(node, now_s)
         self._slots.use(path)
 

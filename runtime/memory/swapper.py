@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from ...profiles.link import Direction
 from ..plan import BlockId, HostSlot, KvTransfer
+from ..request import Request
 from .adapter_cache import DeviceCopy
 from .block_pool import BlockPool
 from .grant import Need, Verdict
@@ -87,13 +88,14 @@ class KvSwapper:
         """Copy the blocks of ``path`` that only the host has; None = the request computes them.
 
         The request does not hold the copied blocks, so other requests may evict them before it
-        runs. After two copies it computes what is missing.
+        runs; only the watermarks leave them alone. After two copies it computes what is missing.
         """
         request, pool, nodes = need.request, self._pool, path[num_found:]
         size = self._tree.block_size
         coming_tokens = range(num_found * size, len(path) * size)
         if self.is_coming(nodes[0]):  # maybe for another request, or for none
             self._transfers.promote_copy(self._coming[nodes[0]], now_s)
+            self._keep_for(request, path)
             request.found.coming_tokens = coming_tokens
             return Verdict.LOADING
         if request.found.num_swap_ins == _MAX_SWAP_INS or not self.is_copy_faster(nodes):
@@ -111,10 +113,16 @@ class KvSwapper:
             self._prefixes.release(path)
             return Verdict.NO_KV
         self.copy_in(nodes, block_ids, now_s)
+        self._keep_for(request, path)
         pool.reserve_growth(num_reserved)
         request.found.num_swap_ins += 1
         request.found.coming_tokens = coming_tokens
         return Verdict.LOADING
+
+    def _keep_for(self, request: Request, path: Sequence[KvNode]) -> None:
+        """Swap out nothing of what a waiting request will use."""
+        for node in path:
+            node.awaited_by = request
 
     def is_copy_faster(self, nodes: Sequence[KvNode]) -> bool:
         """Whether copying these nodes to the device is faster than computing them again."""
@@ -196,8 +204,6 @@ class KvSwapper:
             if has_failed:  # with descendants
                 self._prefixes.free(self._tree.drop_content(copy.nodes[0]))
             self._prefixes.release(copy.nodes)
-            for node in copy.nodes if copy.is_demand else ():
-                node.is_awaited = node.block_id is not None and not node.num_references
             return
         self._num_leaving -= len(copy.nodes)
         for node, slot in zip(copy.nodes, copy.command.host_slots, strict=True):

@@ -32,6 +32,14 @@ def test_every_weight_is_as_near_as_codes_allow(bits: int, steps: int, dtype: to
     assert quantized.scales[1, 1] == 0
 
 
+def test_a_matrix_of_the_smallest_weights_keeps_its_scales() -> None:
+    weight = torch.full((1, 64), 2.0**-22).bfloat16()
+    assert (quantize(weight, 4).dequantized() == 2.0**-22).all()
+    assert PackedWeight.of(quantize(weight, 4)).name == "int8"
+    weight = torch.cat([weight, torch.ones(1, 64).bfloat16()])
+    assert PackedWeight.of(quantize(weight, 4)).name == "int4"
+
+
 def test_the_first_of_several_largest_weights_is_exact() -> None:
     weight = torch.zeros(2, 64)
     weight[0, 3], weight[0, 9] = 4.0, -4.0

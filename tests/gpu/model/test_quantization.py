@@ -310,6 +310,17 @@ def test_a_quantised_checkpoint_is_taken_as_it_is(model: Path, tmp_path: Path, f
         assert weights.kind == "int8"
 
 
+def test_inputs_in_8_bits_need_groups_of_64(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization_plan, "has_integer_dot", lambda: True)
+    stored = store_in("gptq act-order, 8 bits", model, tmp_path / "stored")
+    planned = plan(load_config(ModelSource(str(stored))), quantization="w8a8")
+    assert planned is not None
+    with pytest.raises(ModelError, match=r"w8a8 needs weights in groups of 64, but .* groups of 32"):
+        load(stored, planned)
+
+
 @pytest.mark.parametrize(
     ("form", "name"), [("gptq act-order", "int4/32"), ("awq", "int4/32"), ("compressed mxfp4", "mxfp4")]
 )

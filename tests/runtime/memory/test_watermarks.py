@@ -21,6 +21,7 @@ from corun.runtime.plan import (
     Transfer,
     TransferResult,
 )
+from corun.runtime.request import RequestStatus
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.kept_prefixes import keep, load, tokens_of
@@ -292,20 +293,26 @@ def test_adapters_of_waiting_requests_stay() -> None:
     assert tier.used == 90 and tier.memory.cache.state(AdapterId(7)) is AdapterState.ABSENT
 
 
-def test_kv_that_was_copied_for_a_request_stays_until_it_begins() -> None:
-    tier = Tier()
+@pytest.mark.parametrize("end", [RequestStatus.RUNNING, RequestStatus.ENDED])
+def test_kv_that_was_copied_for_a_request_stays_while_it_waits(end: RequestStatus) -> None:
+    tier, request = Tier(), make_request(1)
     path = tier.away(1, 40, 10.0)
     tier.visit(keep(tier.memory, 300, 60, namespace=BASE), 20.0)
     tier.memory.prefixes.hold(path)
     block_ids = tier.memory.pool.allocate(40)
     assert block_ids is not None and tier.memory.swapper is not None
     tier.memory.swapper.copy_in(path, block_ids, 0.0)
+    for node in path:
+        node.awaited_by = request
     tier.settle()
     tier.plan(30.0)
     assert tier.used == 97 and num_on_device(path) == 40, "of the others, the host has three"
-    tier.memory.prefixes.hold(path)
+    tier.memory.prefixes.hold(path)  # as an admission that is refused in the end
     tier.memory.prefixes.release(path)
     tier.plan(30.25)
+    assert tier.used == 97 and num_on_device(path) == 40
+    request.status = end
+    tier.plan(30.5)
     assert tier.used == 95 and num_on_device(path) == 38
 
 
