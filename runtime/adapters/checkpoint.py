@@ -30,6 +30,7 @@ _INDEX_NAME = "adapter_model.safetensors.index.json"
 _PART_BYTES = 16 << 20  # for tensors that are not needed as a whole
 _CALL_BYTES = 4 << 20  # read in one call, which has a deadline
 _BATCH_BYTES = 1 << 20  # of tensors that are read together: these stay in the cache
+assert _BATCH_BYTES <= _CALL_BYTES, "one call reads a whole batch"
 _MAX_BATCH = 512  # tensors; the kernel accepts 1024 parts
 # Errors of file systems that cannot read without waiting.
 _NO_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
@@ -314,8 +315,7 @@ class Checkpoint:
             if num:
                 return num
         # After its deadline a call may still write to it, and nothing reads it any more.
-        assert len(parts) == 1 or _BATCH_BYTES <= _CALL_BYTES, "a part but the last would be cut"
-        some = [part[:_CALL_BYTES] for part in parts]
+        some = [part[:_CALL_BYTES] for part in parts]  # one, or all of a batch
         return FILES.call(lambda _: os.preadv(descriptor, some, position), self._folder)
 
     @property

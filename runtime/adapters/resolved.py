@@ -157,7 +157,7 @@ FileHeader = tuple[bytes, tuple[int, int, int]]
 
 
 StoredTensor = tuple[RawTensor, memoryview]  # with its bytes
-# Called with some tensors, whose bytes are valid until it returns.
+# Called with some tensors. Their bytes are valid until the call returns.
 TakeTensors = Callable[[Sequence[StoredTensor]], None]
 
 

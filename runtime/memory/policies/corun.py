@@ -15,7 +15,7 @@ DECAY_ARRIVALS = 1000.0  # in which a visit fades to 1/e
 # Smallest frequency of a new block. Without it no block would stay long enough to be found.
 _LEAST_REUSE_SHARE = 0.05
 _WATERMARKS = Watermarks(low=0.70, high=1.0, interval_s=0.1)  # nothing leaves ahead of time
-_MOST_AWAY = 5000  # items that have left whose uses are remembered
+_MOST_AWAY = 5000  # uses of items that have left, to be continued when an item returns
 
 
 @dataclass(slots=True)
