@@ -6,6 +6,7 @@ It is replaced only if the kernel gives the same bits, but for the last place of
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -39,6 +40,11 @@ class FusedCounts:
     found: int = 0
     replaced: int = 0
     unknown: set[str] = field(default_factory=set)  # classes of the kind, of another form
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)  # classes with reasons
+
+    def refuse(self, module: nn.Module, reason: str) -> None:
+        """Count a module that keeps its own code."""
+        self.refused[type(module).__name__, reason] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,24 @@ def agree(actual: torch.Tensor, expected: torch.Tensor, num_parts: int = 1) -> b
     return float(equal_shares.min()) >= _MIN_EQUAL_SHARE and int(apart.max()) <= _MAX_STEPS_APART
 
 
+def _described(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """Say how results that do not agree differ, for the log."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return (
+            f"the kernel gives {actual.dtype} {list(actual.shape)}, the module {expected.dtype} "
+            f"{list(expected.shape)}"
+        )
+    is_other = (actual != expected) & ~(actual.isnan() & expected.isnan())
+    first = is_other.nonzero()[0].tolist()
+    one, other = (float(values[tuple(first)]) for values in (actual, expected))
+    steps = int((_place(actual) - _place(expected))[is_other].abs().max())
+    return (
+        f"{float(is_other.float().mean()):.3%} of the values of {list(actual.shape)} differ from the "
+        f"module's, by up to {steps} steps of the last place; the first, at {first}, is {one:.9g}, "
+        f"not {other:.9g}"
+    )
+
+
 def _place(values: torch.Tensor) -> torch.Tensor:
     """The index of each value of 16 bits in ascending order; both zeros have the same one."""
     bits = values.contiguous().view(torch.int16).int()
@@ -136,8 +160,7 @@ def install_sums(model: nn.Module, run: Callable[[], object]) -> FusedCounts:
         let_norms_wait(watch.layer, True)
     run()
     for watch in watched:
-        counts.found += 1
-        counts.replaced += watch.end()
+        watch.end(counts)
     return counts
 
 
@@ -164,20 +187,20 @@ class _WatchedLayer:
         except Exception as error:  # any error of the model's code on what is not a tensor
             self._reason = f"it fails: {type(error).__name__}: {error}"
             return expected
-        is_equal = agree(*(resolved(_hidden_of(one)) for one in (actual, expected)))
-        self._reason = "" if is_equal else "results differ from the module's own"
+        results = [resolved(_hidden_of(one)) for one in (actual, expected)]
+        self._reason = "" if agree(*results) else _described(*results)
         return expected
 
-    def end(self) -> bool:
-        """Whether the layer passes on sums from now on."""
+    def end(self, counts: FusedCounts) -> None:
+        """Have the layer pass on sums from now on, unless there is a reason against it."""
+        counts.found += 1
         if self._reason:
-            name = type(self.layer).__name__
-            _LOG.info("fused kernels: no sums that wait for %s, because %s", name, self._reason)
+            counts.refuse(self.layer, self._reason)
             del self.layer.forward
             let_norms_wait(self.layer, False)
-            return False
+            return
         self.layer.forward = _SummingLayer(self._forward)
-        return True
+        counts.replaced += 1
 
 
 class _SummingLayer:
@@ -330,6 +353,8 @@ def install_fused_kernels(
     described = ", ".join(f"{n.replaced} of {n.found} {kind}" for kind, n in counts.items())
     _LOG.info("fused kernels: %s", described)
     for kind, found in counts.items():
+        for (name, reason), number in found.refused.items():
+            _LOG.info("fused kernels: %d %s keep their own %s: %s", number, name, kind, reason)
         if found.unknown and not found.replaced:
             _LOG.warning(
                 "fused kernels: no %s, because corun does not know the form of %s in transformers "
@@ -381,15 +406,13 @@ def _install_first_equal(
             counts.replaced += 1
             inputs.add_known(type(module), features)
             return
-    _LOG.info(
-        "fused kernels: none for %s, because none gives the module's own results", type(module).__name__
-    )
+    counts.refuse(module, "no kernel gives the module's own results")
 
 
 def _install_rotations(model: nn.Module, run: Callable[[], object], kernels: FusedKernels) -> FusedCounts:
     counts = FusedCounts()
     watched: list[tuple[nn.Module, _WatchedRotation]] = []
-    known: dict[Hashable, bool] = {}
+    known: dict[Hashable, str] = {}
     rotary = {type(one).__name__ for one in model.modules() if is_rotary_embedding(one)}
     for module in model.modules():
         rotation = rotation_of(module)
@@ -404,54 +427,56 @@ def _install_rotations(model: nn.Module, run: Callable[[], object], kernels: Fus
     for module, watch in watched:
         counts.found += 1
         del module.forward
-        if watch.is_equal:
+        if watch.reason is None:
             module.forward = with_rotation(module, kernels.rotate)
             counts.replaced += 1
         else:
             let_norms_wait(module, False)
-            _LOG.info(
-                "fused kernels: no rotary embedding for %s, because results differ from the module's own",
-                type(module).__name__,
-            )
+            counts.refuse(module, watch.reason)
     return counts
 
 
 class _WatchedRotation:
     """Applies the model's own function, and compares corun's on inputs like those of the call."""
 
-    def __init__(self, rotation: Rotate, kernels: FusedKernels, known: dict[Hashable, bool]) -> None:
-        """``known``: results by function and sizes, as most layers share both."""
+    def __init__(self, rotation: Rotate, kernels: FusedKernels, known: dict[Hashable, str]) -> None:
+        """``known``: differences by function and sizes, as most layers share both."""
         self._rotation = rotation
         self._kernels = kernels
         self._known = known
-        self._verdicts: list[bool] = []
+        self._differences: list[str] = []
         self._has_other_arguments = False
 
     @property
-    def is_equal(self) -> bool:
-        """Whether it was called, and corun's gave the same result each time."""
-        return bool(self._verdicts) and all(self._verdicts)
+    def reason(self) -> str | None:
+        """Why corun's must not replace it; None if it was called, and they agreed each time."""
+        if not self._differences:
+            return "they are not called"
+        return next(filter(None, self._differences), None)
 
     @property
     def is_of_known_form(self) -> bool:
         """Whether it was called with arguments of the known form, except perhaps for dtypes."""
-        return bool(self._verdicts) and not self._has_other_arguments
+        return bool(self._differences) and not self._has_other_arguments
 
     def __call__(self, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if len(arguments) != 4 or named:
             self._has_other_arguments = True
         can_compare = not self._has_other_arguments and is_servable(*arguments)
-        self._verdicts.append(can_compare and self._verdict(*arguments))
+        self._differences.append(
+            self._difference(*arguments) if can_compare else "they have arguments of another form"
+        )
         return self._rotation(*arguments, **named)
 
-    def _verdict(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    def _difference(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str:
         norms = [one.norm if isinstance(one, Normed) else None for one in (q, k)]
         key = (self._rotation, q.shape[1], q.shape[3], k.shape[1], cos.shape[2], *norms)
         if key not in self._known:
             self._known[key] = self._compare(q, k, cos)
         return self._known[key]
 
-    def _compare(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
+    def _compare(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> str:
+        """Return the first difference; empty if all agree."""
         for num_tokens in _NUM_TOKENS:
             for scale in _SCALES:
                 # Heads and tokens are in memory as in the model: tokens first.
@@ -461,9 +486,10 @@ class _WatchedRotation:
                 tables = (angles.cos(), angles.sin())
                 expected = self._rotation(q_new, k_new, *tables)
                 actual = map(resolved, self._kernels.rotate(q_new, k_new, *tables))
-                if not all(map(agree, actual, expected)):
-                    return False
-        return True
+                for one, other in zip(actual, expected, strict=True):
+                    if not agree(one, other):
+                        return f"with inputs of about {scale:g}, {_described(one, other)}"
+        return ""
 
     def _drawn_like(self, like: Any, num_tokens: int, scale: float) -> Any:
         shape = (1, num_tokens, like.shape[1], like.shape[3])

@@ -314,6 +314,7 @@ class Rotation:
             IS_PAGED=metadata is not None,
             ALIGNMENT=_alignment(q, k, value, cos),
             num_warps=4,
+            enable_fp_fusion=False,
         )
         return queries
 

@@ -1,8 +1,10 @@
 """The operations of a decoder between its products, for 16-bit types on a GPU.
 
-They round where transformers' modules round. Imported only if Triton is used. Lengths and strides
-that change from pass to pass are not specialized: a variant that a later step needs first would be
-compiled while serving.
+They round where transformers' modules round. LLVM computes a product or a sum that is rounded to 16
+bits in the 16-bit type, and fuses both into one operation that rounds only once: a kernel in which a
+rounded product is added to something must be launched without fusion. Imported only if Triton is
+used. Lengths and strides that change from pass to pass are not specialized: a variant that a later
+step needs first would be compiled while serving.
 """
 
 import triton
@@ -123,10 +125,10 @@ def _rotated(
         others = _scaled(others, inverse, scale, ROUNDS_TWICE)
     is_rotated = dim < 2 * HALF
     near = tl.load(cos + dim, mask=is_rotated, other=1.0).to(tl.float32)[None, :]
-    far = tl.load(sin + dim, mask=is_rotated, other=0.0).to(tl.float32)[None, :]
-    signed = tl.where((dim < HALF)[None, :], -others.to(tl.float32), others.to(tl.float32))
+    far = tl.load(sin + dim, mask=is_rotated, other=0.0).to(tl.float32)
+    signed = (far * tl.where(dim < HALF, -1.0, 1.0))[None, :]  # -far would turn 0 into 0, not -0
     first = (values.to(tl.float32) * near).to(values.dtype)
-    second = (signed * far).to(values.dtype)
+    second = (others.to(tl.float32) * signed).to(values.dtype)
     total = (first.to(tl.float32) + second.to(tl.float32)).to(values.dtype)
     return tl.where(is_rotated[None, :], total, values)
 

@@ -3,16 +3,19 @@
 import functools
 import inspect
 import logging
+import re
 import textwrap
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from corun.gpu.fused.activation import ActivationTables, FusedGatedMlp, GateUpGatedMlp
-from corun.gpu.fused.install import FusedNorm, install_fused_kernels, select_fused_kernels
+from corun.gpu.fused.install import NUMBA, FusedNorm, install_fused_kernels, select_fused_kernels
+from corun.gpu.fused.rope import rotate
 from support.architectures import make_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -235,6 +238,20 @@ def test_other_bits_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = draw_model("cohere")
     install_fused_kernels(model, lambda: run(model, 5))
     assert not caplog.records
+
+
+def test_the_log_says_once_per_class_what_differs(caplog: pytest.LogCaptureFixture) -> None:
+    def imprecise(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = rotate(*arguments)
+        return q * 1.01, k
+
+    model = draw_model("llama3-rope")
+    with caplog.at_level(logging.INFO):
+        counts = install_fused_kernels(model, lambda: run(model, 5), replace(NUMBA, rotate=imprecise))
+    assert counts["rotary embeddings"].replaced == 0
+    (line,) = [one.message for one in caplog.records if "LlamaAttention" in one.message]
+    assert "2 LlamaAttention keep their own rotary embeddings" in line
+    assert re.search(r"inputs of about 1, [\d.]+% of .* by up to \d steps .* at \[0, \d, 0, \d+\]", line)
 
 
 class _PackedLinear(nn.Module):

@@ -1,11 +1,12 @@
 """Compiles the Triton kernels between products for an H100, without a device; run as a program.
 
 ``python -m support.triton.compile_fused ARCHITECTURE``: installs them into a model and runs it;
-every launch of them only compiles. Prints one JSON object: the sizes of the machine code of
-each kernel's variants, in bytes.
+every launch of them only compiles. Prints one JSON object: the instructions for floating-point
+numbers in the PTX of each kernel's variants.
 """
 
 import json
+import re
 import sys
 from typing import Any
 from unittest import mock
@@ -24,14 +25,16 @@ from triton.runtime.jit import JITFunction
 
 def main(architecture: str) -> None:
     """Compile what a model needs, in bfloat16."""
-    sizes: dict[str, set[int]] = {}
+    used: dict[str, set[str]] = {}
     run: Any = JITFunction.run
 
     def compile_only(kernel: Any, *arguments: Any, **named: Any) -> None:
         if kernel.fn.__module__ != fused_kernels.__name__:
             return
         compiled = run(kernel, *arguments, **{**named, "warmup": True})
-        sizes.setdefault(kernel.__name__, set()).add(len(compiled.asm["cubin"]))
+        assert compiled.asm["cubin"]
+        found = re.findall(r"^\s*(\w+)\.\S*f(?:16|32)\S* ", compiled.asm["ptx"], re.MULTILINE)
+        used.setdefault(kernel.__name__, set()).update(found)
 
     driver.set_active(Hopper())
     with (
@@ -44,7 +47,7 @@ def main(architecture: str) -> None:
         kernels = triton_kernels(torch.bfloat16, torch.device("cpu"))
         install_fused_kernels(model, lambda: record_attention(model, hook), kernels)
         runner.probe_step([ProbeRow(0, 0, (1, 2, 3))])
-    json.dump({name: sorted(one) for name, one in sizes.items()}, sys.stdout)
+    json.dump({name: sorted(one) for name, one in used.items()}, sys.stdout)
 
 
 if __name__ == "__main__":
