@@ -285,16 +285,6 @@ class HostArena:
         """
         self.segment.close()
 
-    def check_invariants(self) -> None:
-        """Assert that entries do not overlap."""
-        with self._lock:
-            end = 0
-            for start, size in sorted(part for e in self._all_entries() for part in e.extents):
-                assert start >= end, "extents overlap"
-                end = start + size
-            assert end <= self.capacity_bytes
-            assert all(entry.num_references for entry in self._leaving)
-
     def _all_entries(self) -> list[ArenaEntry]:
         return [*self._entries.values(), *self._leaving]
 

@@ -79,18 +79,6 @@ class RangeAllocator:
             self._remove(after)
         self._insert(start, end - start)
 
-    def check_invariants(self) -> None:
-        """Assert that free ranges are not adjacent, and add up."""
-        assert self._starts == sorted(self._sizes)
-        assert self._by_size == sorted((size, start) for start, size in self._sizes.items())
-        assert self.free_bytes == sum(self._sizes.values())
-        end = -1
-        for start in self._starts:
-            assert start > end, "free ranges overlap or touch"
-            assert start % self.granule_bytes == 0 and self._sizes[start] > 0
-            end = start + self._sizes[start]
-        assert end <= self.capacity_bytes
-
     def _insert(self, start: int, size: int) -> None:
         self._sizes[start] = size
         bisect.insort(self._starts, start)

@@ -368,26 +368,6 @@ class AdapterRegistry:
         infos = [self.info(name, residency_of) for name in names]
         return tuple(info for info in infos if info is not None)
 
-    def check_invariants(self) -> None:
-        """Assert that every version is in service, or draining with references."""
-        served = {
-            entry.version.adapter_id: name
-            for name, entry in self._entries.items()
-            if entry.version is not None
-        }
-        for adapter_id, held in self._held.items():
-            assert held.version.adapter_id == adapter_id
-            assert held.num_references >= 0
-            assert held.is_draining == (adapter_id not in served)
-            assert held.num_references > 0 or not held.is_draining
-        for adapter_id, name in served.items():
-            assert self._held[adapter_id].version.name == name
-        digests = {(one.version.digest, key) for key, one in self._held.items()}
-        assert digests == {(digest, key) for digest, ids in self._ids_of.items() for key in ids}
-        assert all(self._ids_of.values())
-        draining = {key: held for held in self._draining.values() for key in held}
-        assert draining.keys() == {key for key, held in self._held.items() if held.is_draining}
-
     def _entry_of_load(self, name: str, load_id: LoadId) -> _Entry | None:
         entry = self._entries.get(name)
         return entry if entry is not None and entry.load_id == load_id else None

@@ -281,22 +281,6 @@ class AdapterCache:
             dropped.can_return = False
         self.log.discard(adapter_id)
 
-    def check_invariants(self) -> None:
-        """Assert that states, reference counts and bytes agree."""
-        total_bytes = 0
-        for adapter_id, entry in self._entries.items():
-            total_bytes += entry.num_bytes
-            assert adapter_id == BASE_ADAPTER or self._copies[adapter_id] is entry
-            assert entry.state is not AdapterState.ABSENT, (adapter_id, entry)
-            idle = entry.state is AdapterState.RESIDENT and entry.num_references == 0
-            idle &= adapter_id not in self._pinned
-            assert idle == (adapter_id in self._idle), (adapter_id, entry)
-            assert not entry.has_failed or entry.num_references, (adapter_id, entry)
-        assert total_bytes == self.used_bytes, (total_bytes, self.used_bytes)
-        assert self.is_within_limit(0), (total_bytes, self.limit_bytes)
-        assert all(count > 0 for count in self._num_waiting.values())
-        assert self._idle_bytes == sum(entry.num_bytes for entry in self._idle.values())
-
     def ranked(self, *, include_waiting: bool) -> Iterator[AdapterId]:
         """Yield idle adapters in order of eviction, those that waiting requests name last."""
         waiting = []

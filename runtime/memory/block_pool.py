@@ -85,14 +85,6 @@ class MemoryBudget:
         self._allocated[owner] = held - num_bytes
         self.free_bytes += num_bytes
 
-    def check_invariants(self) -> None:
-        """Assert that the account adds up."""
-        assert all(held >= 0 for held in self._allocated.values()), self._allocated
-        total = self.free_bytes + sum(self._allocated.values())
-        assert total == self.capacity_bytes, (total, self.capacity_bytes)
-        assert self.free_bytes >= 0, self.free_bytes
-        assert 0 <= self._reserved_bytes <= self.reservable_bytes
-
 
 class BlockPool:
     """Allocates block ids, limited by their number and by the bytes of the budget.
@@ -220,18 +212,3 @@ class BlockPool:
             for block_id in freed:
                 heapq.heappush(self._warm, block_id)
         self.budget.release(_OWNER, len(freed) * self.block_bytes)
-
-    def check_invariants(self) -> None:
-        """Assert that each block is in exactly one place and that its bytes are counted."""
-        returned = {*self._warm, *self._cold}
-        assert len(returned) == len(self._warm) + len(self._cold), "a block is free twice"
-        assert not returned & self._allocated, "a block is free and allocated"
-        if self.pages is None:
-            assert returned | self._allocated == set(range(self._num_touched))
-        else:
-            self.pages.check_invariants(self._allocated)
-            assert self.pages.num_free_pages == self.budget.free_bytes // self.block_bytes
-        assert self._num_touched <= self.num_blocks
-        assert 0 <= self.num_reserved_blocks <= self.num_unused_blocks
-        held = self.budget.allocated_bytes(_OWNER)
-        assert held == len(self._allocated) * self.block_bytes, held

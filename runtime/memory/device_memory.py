@@ -8,7 +8,7 @@ is free here as soon as the eviction is decided.
 from collections.abc import Iterable, Sequence
 
 from ..adapter import AdapterFacts
-from ..plan import BASE_ADAPTER, AdapterId, BlockId, HostPlaceId, TransferResult
+from ..plan import BASE_ADAPTER, AdapterId, HostPlaceId, TransferResult
 from ..request import Request
 from .adapter_cache import AdapterCache, AdapterState
 from .adapter_log import EvictionReason
@@ -344,36 +344,6 @@ class DeviceMemory:
         elif self.host_budget is not None:
             self.host_budget.end(result, now_s)
         return transfer
-
-    def check_invariants(self) -> None:
-        """Assert that all parts agree."""
-        self.budget.check_invariants()
-        self.pool.check_invariants()
-        self.cache.check_invariants()
-        self.pins.check_invariants()
-        self.prefixes.check_invariants()
-        assert 0 <= self.room.num_draining_blocks <= self.pool.num_used_blocks
-        if self.swapper is not None:
-            self.swapper.check_invariants()
-        self.tied_kv.check_invariants()
-        self.transfers.check_invariants()
-        self.loads.check_invariants()
-        if self.host is not None:
-            self.host.check_invariants()
-        if self.host_budget is not None:
-            self.host_budget.check_invariants()
-
-    def check_grants(self, grants: Iterable[Grant]) -> None:
-        """Assert that grants and copies hold all blocks in use; ``grants``: all open ones."""
-        own, shared = list[BlockId](), set[BlockId | None]()
-        for grant in grants:
-            own += grant.own_block_ids()
-            shared |= {node.block_id for node in grant.path}
-        if self.swapper is not None:
-            shared |= self.swapper.held_blocks()
-        assert len(set(own)) == len(own), "a block has two owners"
-        assert not shared.intersection(own), "a block of the tree is a request's own"
-        assert len(own) + len(shared) == self.pool.num_used_blocks
 
     def _make_swaps(self) -> WatermarkSwaps | None:
         """Return the swaps of a policy with watermarks. Host memory needs none where it is read."""

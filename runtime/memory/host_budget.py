@@ -145,12 +145,6 @@ class HostBudget:
         else:
             self._slots.take_section(section)
 
-    def check_invariants(self) -> None:
-        """Assert that each section has one owner, or moves."""
-        num_away = len(self._cache.away) + len(self._slots.away)
-        assert num_away == self.sections.num_sections + (self._move is not None), num_away
-        assert len(self._cache.away) < self.sections.num_sections
-
     def _look(self, now_s: float) -> None:
         """Let a section move if the other side has evicted what was used after half of it.
 

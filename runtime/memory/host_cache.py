@@ -244,23 +244,6 @@ class HostCache:
         """Repeat evictions of a plan that was lost."""
         self._evictions = [*place_ids, *self._evictions]
 
-    def check_invariants(self) -> None:
-        """Assert that places do not overlap, that bytes add up, and that uses agree."""
-        self._ranges.check_invariants()
-        for kept in self._kept.values():
-            assert self.away.isdisjoint(kept.sections), kept
-        end = 0
-        for start, size in sorted(part for kept in self._kept.values() for part in kept.extents):
-            assert start >= end, "two places overlap"
-            end = start + size
-        assert sum(kept.num_bytes for kept in self._kept.values()) == self.taken_bytes
-        assert not self._kept.keys() & set(self._evictions)
-        for kept in self._kept.values():
-            is_idle = kept.place_id in self._idle
-            assert is_idle == (kept.num_users == 0), kept
-            assert kept.is_findable == (self._by_digest.get(kept.digest) is kept), kept
-            assert kept.is_findable or not is_idle, kept
-
     def _place(self, layer_bytes: Sequence[int]) -> HostPlace | None:
         starts = self._make_room(layer_bytes)
         if starts is None:

@@ -150,16 +150,6 @@ class AdapterLoads:
         if self._host is not None and self._host.is_device_memory:
             self._host.end_use(self._read_in_place.pop(adapter_id))
 
-    def check_invariants(self) -> None:
-        """Assert that open loads and places that the device reads agree with the cache."""
-        for transfer in self._transfers:
-            if isinstance(transfer, OpenLoad):
-                state = self._cache.state(transfer.command.adapter_id)
-                assert state is AdapterState.LOADING, transfer
-        is_in_place = self._host is not None and self._host.is_device_memory
-        residents = self._cache.resident_ids() if is_in_place else ()
-        assert set(residents) == self._read_in_place.keys()
-
     def _make_room(self, need: Need) -> bool:
         """Evict idle adapters after a load found no room. Return whether it may find room now."""
         assert need.request.adapter is not None

@@ -94,11 +94,6 @@ class Pages:
         other._runs = dict(self._runs)
         return other
 
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that nothing has. O(extents)."""
-        return sum(map(int.bit_count, self._free))
-
     def take_blocks(self, num_blocks: int) -> list[BlockId]:
         """Take pages for KV blocks. So many must be free."""
         taken: list[BlockId] = []
@@ -175,20 +170,6 @@ class Pages:
     def taken_pages(self, pages: Iterable[int]) -> list[int]:
         """Return those of ``pages`` that are not free."""
         return [page for page in pages if not self._is_free(page)]
-
-    def check_invariants(self, block_ids: Iterable[BlockId]) -> None:
-        """Assert that each page is free, or has one owner. ``block_ids``: all blocks in use."""
-        owned = [int(block_id) for block_id in block_ids]
-        owned += [page for runs in self._runs.values() for run in runs for page in run]
-        assert len(set(owned)) == len(owned), "a page has two owners"
-        free = set(range(self.num_pages)).difference(self.taken_pages(range(self.num_pages)))
-        assert free.isdisjoint(owned), "a page is free and in use"
-        assert len(free) + len(owned) == self.num_pages, "a page is lost"
-        for extent, (left, whole) in enumerate(zip(self._free, self._whole, strict=True)):
-            sets = (self._empty, self._of_blocks[left.bit_count()], self._of_runs)
-            serves_runs, is_partly_free = self._serves_runs[extent], 0 != left != whole
-            expected = (left == whole, is_partly_free and not serves_runs, is_partly_free and serves_runs)
-            assert tuple(bool(one >> extent & 1) for one in sets) == expected, extent
 
     def _take(self, run_pages: Sequence[int]) -> tuple[list[range], int | None]:
         """Take runs, the longest first. If one finds no place none is taken; return its length."""

@@ -150,19 +150,6 @@ class HostSlots:
         self.away.remove(section)
         heapq.heappush(self._whole, section)
 
-    def check_invariants(self) -> None:
-        """Assert that each slot is counted once, and that nodes agree on their slots."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a slot is free twice"
-        assert not free & self._nodes.keys(), "a slot is free and in use"
-        assert self._nodes.keys() == self._last_use.keys() and self._read <= self._nodes.keys()
-        taken = [*free, *self._nodes, *self._moving]
-        expanded = {slot // self._slots_per_section for slot in taken}
-        assert len(taken) == len(set(taken)) == len(expanded) * self._slots_per_section, "a slot is lost"
-        assert expanded.isdisjoint(self._whole) and self.away.isdisjoint(expanded.union(self._whole))
-        for slot, node in self._nodes.items():
-            assert node.host_slot == slot, (slot, node)
-
     def _slots_of(self, section: int) -> Sequence[HostSlot]:
         first = section * self._slots_per_section
         return [HostSlot(slot) for slot in range(first, first + self._slots_per_section)]
@@ -360,13 +347,6 @@ class PrefixCache:
                 assert self._tree is not None
                 self.free(self._tree.drop_namespace(namespace))
 
-    def check_invariants(self) -> None:
-        """Assert that tree and pool agree."""
-        assert self._pool.num_cached_blocks == self.num_evictable_blocks
-        self._slots.check_invariants()
-        if self._tree is not None:
-            self._tree.check_invariants()
-
     def _record_namespace(self, namespace: bytes, adapter_id: AdapterId) -> None:
         """Record that a version can use a namespace. Remove those without KV if there are many."""
         assert self._tree is not None
@@ -430,14 +410,6 @@ class TiedKv:
             if not self._cache.has_failed(adapter_id):  # else a request still refers to it
                 del self._left[adapter_id]
                 self.adapter_left(adapter_id)
-
-    def check_invariants(self) -> None:
-        """Assert that all KV without its adapter is recorded."""
-        if self._is_on:
-            num_blocks = self._prefixes.num_blocks_without(
-                lambda adapter_id: adapter_id in self._left or self._is_on_device(adapter_id)
-            )
-            assert not num_blocks, "KV is on the device without its adapter"
 
     def _is_on_device(self, adapter_id: AdapterId) -> bool:
         """Whether an adapter is on the device, or loading."""

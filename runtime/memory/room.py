@@ -72,12 +72,6 @@ class Pins:
             if self._cache.state(adapter_id) is AdapterState.ABSENT:
                 self._to_load[adapter_id] = self._adapters[adapter_id]
 
-    def check_invariants(self) -> None:
-        """Assert that adapters that are to be loaded are pinned and not on the device."""
-        for adapter_id in self._to_load:
-            assert adapter_id in self._adapters
-            assert self._cache.state(adapter_id) is AdapterState.ABSENT
-
 
 class RoomMaker:
     """Knows what is free, and evicts unused prefixes and idle adapters."""

@@ -218,27 +218,6 @@ class KvSwapper:
             self._prefixes.release((node,))
         self._has_more = True
 
-    def held_blocks(self) -> set[BlockId]:
-        """Return the blocks that copies hold, including those of ancestors."""
-        held = set()
-        for copy in self._transfers:
-            if isinstance(copy, OpenCopy):
-                held |= {_block_id(node) for node in _with_ancestors(copy.nodes)}
-        return held
-
-    def check_invariants(self) -> None:
-        """Assert that copies hold their blocks, and that counts agree with copies."""
-        copies = [one for one in self._transfers if isinstance(one, OpenCopy)]
-        for copy in copies:
-            for node, block_id in zip(copy.nodes, copy.command.block_ids, strict=True):
-                assert node.num_references > 0 and node.block_id == block_id, (copy, node)
-        coming = [one.nodes for one in copies if one.direction is Direction.TO_DEVICE]
-        leaving = [one.nodes for one in copies if one.direction is Direction.TO_HOST]
-        assert {node for nodes in coming for node in nodes} == self._coming.keys()
-        assert sum(map(len, coming)) == len(self._coming), "a block comes twice"
-        assert sum(map(len, leaving)) == self._num_leaving
-        assert sum(one.num_pinned_blocks for one in copies) == self._room.num_copied_blocks
-
     def _is_short(self, num_wanted: int) -> bool:
         """Whether fewer than ``num_wanted`` blocks surely have copies, and a reading may help."""
         num_claimed = self._tree.num_claims - self._num_claims

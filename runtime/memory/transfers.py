@@ -341,17 +341,6 @@ class TransferTable:
         has_new_order, self._has_new_order = self._has_new_order, False
         return tuple(load.transfer_id for load in self.loads_in_turn()) if has_new_order else ()
 
-    def check_invariants(self) -> None:
-        """Assert that loads by adapter and the current reading agree with open transfers."""
-        loads = [one for one in self._open.values() if isinstance(one, OpenLoad)]
-        assert list(self._loads.values()) == loads
-        for load in loads:
-            assert self._loads[load.command.adapter_id] is load
-            assert not load.command.is_demand or load.is_demand, load
-        unread = [load for load in loads if not load.is_on_host]
-        assert (self.reading is None) == (not unread), (self.reading, unread)
-        assert self.reading is None or self.reading.load in unread, self.reading
-
     def _promote(self, transfer: OpenTransfer, now_s: float) -> None:
         transfer.is_demand = True
         self._promoted.append(transfer.transfer_id)

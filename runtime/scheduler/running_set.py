@@ -139,19 +139,6 @@ class RunningSet:
                     del draining[request.request_id]
                     self._memory.release(self._grants.pop(request.request_id))
 
-    def check_invariants(self) -> None:
-        """Assert that blocks, tokens and states of all requests agree."""
-        assert self._grants.keys() == self._requests.keys() | self._draining.keys()
-        self._memory.check_grants(self._grants.values())
-        for request in self._requests.values():
-            assert request.status is RequestStatus.RUNNING
-            assert request.num_allocated_tokens == len(request.block_ids) * self._block_size
-            assert request.num_computed_tokens <= request.num_allocated_tokens
-            assert request.num_computed_tokens <= request.num_known_tokens
-        for request in self._draining.values():
-            assert request.status is not RequestStatus.RUNNING
-            assert request.num_in_flight_steps > 0
-
     def _num_missing_blocks(self, request: Request) -> int:
         """Blocks between what is allocated and what the known tokens need."""
         return blocks_for(request.num_known_tokens, self._block_size) - len(request.block_ids)

@@ -245,22 +245,6 @@ class Scheduler:
         times_s = [self._policy.wake_at_s(), self._queue_time.wake_at_s(), self.memory.wake_at_s]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
-    def check_invariants(self) -> None:
-        """Assert that all parts agree."""
-        self.memory.check_invariants()
-        self._running.check_invariants()
-        self.timelines.check_invariants(self._requests)
-        self.waiting.check_invariants(self._requests.values())
-        num_waiting = sum(r.status is RequestStatus.WAITING for r in self._requests.values())
-        assert num_waiting == self.num_waiting, (num_waiting, self.num_waiting)
-        assert num_waiting + self.num_running == len(self._requests)
-        for request in self._requests.values():
-            num_real_tokens = request.num_prompt_tokens + request.num_output_tokens
-            assert request.num_known_tokens == num_real_tokens + request.num_in_flight_samples
-            assert request.num_known_tokens <= request.max_total_tokens
-        if not self.has_work():
-            assert self.memory.num_used_blocks == 0
-
     def _record_duration(self, step: InFlightStep, now_s: float) -> None:
         """Record the time of a step, from its plan or from the end of the step before it."""
         duration_s = now_s - max(step.scheduled_at_s, self._last_end_s)

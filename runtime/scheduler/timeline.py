@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..plan import RequestId
-from ..request import Request, RequestStatus
+from ..request import Request
 from .cold import StepRows
 from .events import PreemptionCause, TimePart, TimeParts
 from .step_times import StepTimes
@@ -160,14 +160,6 @@ class Timelines:
     def num_deferred(self) -> int:
         """Return how many wait for a load, a copy or a limit. O(requests without a first token)."""
         return sum(timeline.shares[0][0] in _DEFERRED for timeline in self._open.values())
-
-    def check_invariants(self, requests: Mapping[RequestId, Request]) -> None:
-        """Assert that timelines belong to requests that have not ended, and agree on states."""
-        for request_id, timeline in self._open.items():
-            assert requests[request_id] is timeline.request
-            is_running = timeline.request.status is RequestStatus.RUNNING
-            assert is_running == (request_id in self._running), timeline
-            assert abs(sum(share for _, share in timeline.shares) - 1) < 1e-9, timeline
 
     def _computes(self, timeline: _Timeline, num_own: int, num_tokens: int, now_s: float) -> None:
         """Record that a step of ``num_tokens`` tokens computes ``num_own`` of the request."""

@@ -7,7 +7,7 @@ import heapq
 import itertools
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ..memory.adapter_cache import AdapterCache
 from ..plan import RequestId
@@ -115,13 +115,6 @@ class WaitingWork:
         self.num_by_rank[rank] -= 1
         if not self.num_by_rank[rank]:
             del self.num_by_rank[rank]
-
-    def check_invariants(self, requests: Iterable[Request]) -> None:
-        """Assert that exactly the waiting ones of ``requests`` are counted."""
-        waiting = [one for one in requests if one.status is RequestStatus.WAITING]
-        assert self._tokens.keys() == {one.request_id for one in waiting}
-        assert self.num_tokens == sum(self._tokens.values())
-        assert self.num_by_rank == Counter(one.adapter_rank for one in waiting)
 
 
 class QueueTime:

@@ -10,6 +10,7 @@ from corun.shm.errors import ShmError, SpaceError
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.invariants import check_invariants
 
 NUM_PAGES = 12
 
@@ -18,7 +19,7 @@ NUM_PAGES = 12
 def arena(request: pytest.FixtureRequest) -> Iterator[HostArena]:
     arena = HostArena.create(NUM_PAGES * PAGE_BYTES, is_elastic=request.param)
     yield arena
-    arena.check_invariants()
+    check_invariants(arena)
     arena.close()
 
 
@@ -167,7 +168,7 @@ def test_too_little_memory_is_an_error_that_loses_nothing() -> None:
         arena.place(2, [(2 * PAGE_BYTES, 1 << 41)], [RegionSpec(0, 0, 1 << 41)])
     check(arena, 1, entry)
     assert arena.place_ids == {1} and arena.taken_bytes == 2 * PAGE_BYTES
-    arena.check_invariants()
+    check_invariants(arena)
     arena.close()
 
 
@@ -228,7 +229,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @invariant()
     def contents_and_accounts_hold(self) -> None:
-        self.arena.check_invariants()
+        check_invariants(self.arena)
         assert held_pages(self.arena) * PAGE_BYTES == self.arena.taken_bytes
         assert self.arena.place_ids == set(self.kept)
         for place_id, entry in (*self.references, *self.kept.items()):
@@ -276,6 +277,6 @@ def test_threads() -> None:
     for thread in threads:
         thread.join(30)
     assert not errors, errors
-    arena.check_invariants()
+    check_invariants(arena)
     assert arena.taken_bytes == 0
     arena.close()

@@ -4,6 +4,7 @@ import pytest
 from corun.shm.arena_ranges import RangeAllocator
 from hypothesis import given
 from hypothesis import strategies as st
+from support.invariants import check_invariants
 
 GRANULE = 64
 NUM_GRANULES = 40
@@ -40,7 +41,7 @@ def test_ranges_never_overlap_and_nothing_is_lost(calls: list[tuple[str, int]]) 
                 assert best is not None
                 owners[best : best + value] = [number] * value
                 held[number] = (start_or_none, value * GRANULE)
-        ranges.check_invariants()
+        check_invariants(ranges)
         assert ranges.free_bytes == owners.count(0) * GRANULE
     for start, size in held.values():
         ranges.free(start, size)
@@ -65,7 +66,7 @@ def test_a_copy_is_apart() -> None:
     ranges.allocate(GRANULE)
     copy = ranges.copy()
     assert copy.allocate(9 * GRANULE) == GRANULE
-    copy.check_invariants()
+    check_invariants(copy)
     assert (copy.free_bytes, ranges.free_bytes) == (0, 9 * GRANULE)
     assert ranges.allocate(9 * GRANULE) is not None
     assert copy.allocate(GRANULE) is None

@@ -34,6 +34,7 @@ from corun.runtime.request import Request
 from corun.runtime.sampling import SamplingParams
 from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.shm.arena import HostArena
+from support.invariants import check_invariants
 from support.model_profiles import Figures, save_made_up_profile
 from support.scheduling import loads_of
 from support.worker_pool import supervisor, table_of, workers
@@ -233,7 +234,7 @@ class ColdEngine:
         """Answer everything that was asked; returns and forgets it."""
         self.run_until(lambda: all(a.finish_reason for a in self.answers.values()))
         self.run_until(lambda: not self.scheduler.has_work())
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         answers = list(self.answers.values())
         self.answers.clear()
         return answers
@@ -313,7 +314,7 @@ class ColdEngine:
         assert memory.pool.num_used_blocks == len(memory.transfers) == 0
         assert self.parts.executor.is_idle
         assert self.parts.loaded.lora_table.num_free_rows == self.parts.loaded.lora_table.capacity
-        self.arena.check_invariants()
+        check_invariants(self.arena)
         assert self.arena.num_references == 0
         assert memory.host is not None
         assert self.arena.place_ids == memory.host.place_ids

@@ -31,6 +31,7 @@ from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.sim.engine import SimulationOptions, simulate
 from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.workloads import make_workload
+from support.invariants import check_invariants
 from support.scheduling import loads_of, policy_facts
 
 _NUM_LAYERS = 4
@@ -115,7 +116,7 @@ def start_cold_requests() -> None:
     assert [batch.kind for batch in plan.sub_batches] == [SubBatchKind.ASSISTED]
     scheduler.update(TransferResult(load.transfer_id), 0.003)
     assert policies.host.contains(IN_FILES)
-    scheduler.check_invariants()
+    check_invariants(scheduler)
 
 
 def simulate_requests() -> None:

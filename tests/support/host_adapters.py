@@ -17,6 +17,7 @@ from corun.runtime.adapters.target_map import TargetMap
 from corun.runtime.errors import CorunError
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.plan import HostPlace
+from support.invariants import check_invariants
 
 from .architectures import make_model
 from .gated_files import FileGate
@@ -133,8 +134,8 @@ class Host:
     def carry_out(self) -> None:
         """Carry out the account's decisions, and check that both agree."""
         self.adapters.evict(self.cache.take_evictions())
-        self.cache.check_invariants()
-        self.arena.check_invariants()
+        check_invariants(self.cache)
+        check_invariants(self.arena)
         assert self.arena.place_ids <= self.cache.place_ids
         assert self.arena.taken_bytes <= self.cache.taken_bytes
 

@@ -3,6 +3,7 @@
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.kv_tree import KvNode
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, TransferResult
+from support.invariants import check_invariants
 from support.scheduling import BLOCK_SIZE, facts
 
 NAMESPACE = b"n"
@@ -26,7 +27,7 @@ def keep(
         node = memory.prefixes.store(adapter_id, namespace, parent, tokens, block_id, 0.0)
         path.append(node)
     memory.prefixes.release(path)
-    memory.check_invariants()
+    check_invariants(memory)
     return path
 
 

@@ -53,6 +53,7 @@ from corun.runtime.scheduler.cold import ColdChunk, StepRows
 from corun.runtime.scheduler.events import RequestUpdate
 from support.architectures import make_model
 from support.host_adapters import copied
+from support.invariants import check_invariants
 from support.peft_adapters import load_with_peft, save_adapter
 from support.random_cold_starts import RandomColdStarts
 from support.scheduling import BLOCK_SIZE, make_memory, make_request, make_scheduler
@@ -339,7 +340,7 @@ class LoadingEngine:
             if plan is not None and isinstance(result, StepResult):
                 self._check(plan, result)
             self._note(self.scheduler.update(result, self._now_s))
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         self._check_host()
         for adapter_id in self.scheduler.memory.take_removed():
             name = self.contents.pop(adapter_id)
@@ -360,7 +361,7 @@ class LoadingEngine:
 
     def check_nothing_is_left(self) -> None:
         """After ``drain``, with adapters gone from the device."""
-        self.host.arena.check_invariants()
+        check_invariants(self.host.arena)
         assert self.host.arena.num_references == 0
         assert self.host.arena.place_ids == frozenset()
         assert self.table.num_free_rows == self.table.capacity
@@ -451,7 +452,7 @@ class LoadingEngine:
 
     def _check_host(self) -> None:
         """Check the account against the arena, except contents to be read or evicted."""
-        self.host.arena.check_invariants()
+        check_invariants(self.host.arena)
         cache = self.memory.host
         assert cache is not None
         if not cache.has_evictions:

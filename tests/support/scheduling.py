@@ -23,6 +23,7 @@ from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.step_times import LearnedTimes, StepPace, StepTimes
 from support.fake_executor import FakeExecutor
 from support.fake_host import FakeHost, FakeSections
+from support.invariants import check_invariants
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 100
@@ -216,10 +217,10 @@ def run_to_end(
             if plan is None:
                 break
             executor.submit(plan)
-            scheduler.check_invariants()
+            check_invariants(scheduler)
         for result in executor.poll():
             events += scheduler.update(result, float(turn))
-            scheduler.check_invariants()
+            check_invariants(scheduler)
     raise AssertionError(f"not finished after {max_turns} turns")
 
 

@@ -25,6 +25,7 @@ from corun.shm.arena import ArenaPages
 from corun.shm.errors import SpaceError
 from safetensors.torch import load_file
 from support.host_adapters import Host, copied, shared
+from support.invariants import check_invariants
 from support.loading_engine import HeldLink
 from support.lora import make_batch
 from support.peft_adapters import WEIGHTS, edit_tensors, load_with_peft, save_adapter
@@ -129,7 +130,7 @@ def test_from_the_files_to_the_kernels(files: Path, device: CpuDevice, backend: 
 
 
 def num_references(host: Host) -> int:
-    host.arena.check_invariants()
+    check_invariants(host.arena)
     return host.arena.num_references
 
 
@@ -190,7 +191,7 @@ def test_files_that_changed_after_an_eviction(files: Path, device: CpuDevice, tm
     with pytest.raises(AdapterError, match="no such adapter directory"):
         host.fetch(facts.digest, path)
     assert host.arena.taken_bytes == 0
-    host.arena.check_invariants()
+    check_invariants(host.arena)
 
 
 def test_files_that_changed_are_not_read_while_the_arena_has_them(
@@ -220,7 +221,7 @@ def test_a_bad_file_leaves_nothing_in_the_arena(files: Path, device: CpuDevice, 
     with pytest.raises(AdapterError, match="not finite"):
         host.register(path)
     assert host.arena.taken_bytes == 0
-    host.arena.check_invariants()
+    check_invariants(host.arena)
 
 
 def test_an_adapter_larger_than_the_arena_is_refused_when_it_is_registered(

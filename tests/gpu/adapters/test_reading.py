@@ -17,6 +17,7 @@ from corun.runtime.file_calls import FILES, SilentError
 from corun.runtime.plan import AdapterId, AdapterTransfer, TransferId
 from support.gated_files import FileGate
 from support.host_adapters import Host, copied, shared
+from support.invariants import check_invariants
 from support.peft_adapters import edit_tensors, save_adapter
 
 TIMEOUT_S = 30.0
@@ -88,7 +89,7 @@ def reading(files: Path, tmp_path: Path) -> Iterator[Reading]:
     reading = Reading(Path(shutil.copytree(files, tmp_path / "a")))
     yield reading
     reading.end()
-    reading.host.arena.check_invariants()
+    check_invariants(reading.host.arena)
     assert reading.host.arena.num_references == 0
     reading.device.close(timeout_s=TIMEOUT_S)
 

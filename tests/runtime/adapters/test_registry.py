@@ -14,6 +14,7 @@ from corun.runtime.plan import AdapterId
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from support.invariants import check_invariants
 
 
 def make_registry() -> AdapterRegistry:
@@ -141,7 +142,7 @@ def test_other_conventions_are_for_new_requests_and_keep_the_bytes() -> None:
     assert found.weights_stamps == stamps
     assert registry.infos(lambda _: Residency())[0].conventions == conventions
     assert not registry.release(old.adapter_id)
-    registry.check_invariants()
+    check_invariants(registry)
 
 
 def test_conventions_of_what_was_never_read_are_unknown() -> None:
@@ -307,7 +308,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @invariant()
     def serves_what_the_model_says(self) -> None:
-        self.registry.check_invariants()
+        check_invariants(self.registry)
         for name in ("a", "b"):
             if name in self.serves:
                 assert self.registry.resolve(name).digest == self.serves[name]

@@ -24,6 +24,7 @@ from corun.runtime.scheduler.cold import ColdStarts, StepRows
 from corun.runtime.scheduler.events import RequestUpdate
 from corun.runtime.scheduler.keyed import FcfsPolicy
 from support.fake_executor import FakeExecutor, expected_output
+from support.invariants import check_invariants
 from support.scheduling import Guess, make_executor, make_memory, make_scheduler, policy_facts
 
 MAX_MODEL_LEN = 64
@@ -124,7 +125,7 @@ def test_tokens_come_in_order_and_everything_is_let_go(depth: int) -> None:
     assert (stats.kv_blocks_used, stats.kv_blocks_total) == (0, 17)
     assert (stats.generated_tokens, stats.prompt_tokens_computed) == (200, 30)
     assert (stats.num_running, stats.num_waiting, stats.num_failed_steps) == (0, 0, 0)
-    engine.registry.check_invariants()
+    check_invariants(engine.registry)
 
 
 def test_end_tokens_of_an_adapter_end_its_requests_alone() -> None:
@@ -173,7 +174,7 @@ def test_a_prompt_that_other_conventions_made_is_refused() -> None:
         with pytest.raises(AdapterChangedError, match="adapter 'a' was reloaded"):
             engine.core.add_request(AddRequest(1, (1, 2), sampling, "a", conventions=made_by))
     assert not engine.core.has_work
-    engine.registry.check_invariants()
+    check_invariants(engine.registry)
 
 
 def test_the_state_of_the_cpu_workers_is_told() -> None:
@@ -591,7 +592,7 @@ def test_who_ends_without_a_token_is_told_what_it_waited_for(ends: str) -> None:
     else:
         engine.core.step()
         engine.now_s = 4.0
-        engine.scheduler.check_invariants()
+        check_invariants(engine.scheduler)
         engine.executor.outcome_of = lambda request_id, start: Outcome.FAILED
         engine.executor.finish_step()
     (update,) = engine.core.step()

@@ -13,6 +13,7 @@ from corun.runtime.engine.adapter_mixes import MAX_IDLE_MIXES, AdapterMixes
 from corun.runtime.engine.adapter_reading import ReadJob
 from corun.runtime.errors import AdapterChangedError, AdapterFailedError, RequestError, UnknownModelError
 from corun.runtime.plan import AdapterId
+from support.invariants import check_invariants
 
 
 class World:
@@ -134,4 +135,4 @@ def test_few_idle_mixes_are_kept() -> None:
     world.mixes.use(mixes[1].lora_name)
     world.mixes.drop_unused()
     assert [world.serves(mix) for mix in mixes] == [True, True, False, False] + [True] * (MAX_IDLE_MIXES - 1)
-    world.registry.check_invariants()
+    check_invariants(world.registry)

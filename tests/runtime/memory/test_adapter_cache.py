@@ -5,6 +5,7 @@ from corun.runtime.memory.adapter_log import EvictionReason
 from corun.runtime.memory.block_pool import MemoryBudget
 from corun.runtime.plan import BASE_ADAPTER, AdapterId
 from hypothesis import given
+from support.invariants import check_invariants
 
 
 def make_cache(capacity_bytes: int = 1000, **num_bytes_of: int) -> AdapterCache:
@@ -31,7 +32,7 @@ def test_states_and_bytes_of_a_life() -> None:
     assert cache.used_bytes == 0
     assert cache.log.evictions == cache.log.record(adapter_id).evictions == {EvictionReason.KV: 1}
     assert cache.state(adapter_id) is AdapterState.ABSENT
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_failed_load_leaves_nothing() -> None:
@@ -41,7 +42,7 @@ def test_a_failed_load_leaves_nothing() -> None:
     assert cache.used_bytes == 60
     assert not cache.log.evictions
     cache.acquire(AdapterId(1))
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_the_base_model_is_always_there_and_never_a_victim() -> None:
@@ -50,7 +51,7 @@ def test_the_base_model_is_always_there_and_never_a_victim() -> None:
     cache.release(BASE_ADAPTER)
     assert cache.state(BASE_ADAPTER) is AdapterState.RESIDENT
     assert cache.victims(1, include_waiting=True) == ()
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_victims_are_ranked_by_last_use_and_not_evicted() -> None:
@@ -198,6 +199,6 @@ def test_any_life_keeps_reservations(operations: list[tuple[str, int]], wanted_b
         reservable_bytes = budget.free_bytes + lives.evictable_bytes()
         assert budget.reservable_bytes == reservable_bytes
         assert budget.reserve_growth(wanted_bytes) == min(wanted_bytes, reservable_bytes)
-        lives.cache.check_invariants()
-        budget.check_invariants()
+        check_invariants(lives.cache)
+        check_invariants(budget)
         assert budget.free_bytes == 100 - lives.cache.used_bytes

@@ -3,6 +3,7 @@ import pytest
 from corun.runtime.memory.block_pool import BlockPool, MemoryBudget
 from corun.runtime.plan import BlockId
 from hypothesis import given
+from support.invariants import check_invariants
 
 
 def make_pool(num_blocks: int = 8, capacity_bytes: int = 10_000) -> BlockPool:
@@ -17,7 +18,7 @@ def test_lowest_ids_are_handed_out_first() -> None:
     pool.free((BlockId(1), BlockId(3)))
     assert pool.allocate(3) == (1, 3, 5)
     assert pool.written_bytes == 6 * pool.block_bytes
-    pool.check_invariants()
+    check_invariants(pool)
 
 
 def test_blocks_that_hold_memory_are_used_again_before_others() -> None:
@@ -31,7 +32,7 @@ def test_blocks_that_hold_memory_are_used_again_before_others() -> None:
     assert pool.written_bytes == 2 * pool.block_bytes
     assert pool.allocate(4) == (3, 0, 1, 4)
     assert pool.written_bytes == 5 * pool.block_bytes
-    pool.check_invariants()
+    check_invariants(pool)
 
 
 def test_capacity_is_bounded_by_blocks_and_by_bytes() -> None:
@@ -71,8 +72,8 @@ def test_any_sequence_keeps_the_account(operations: list[tuple[bool, int]]) -> N
         else:
             pool.free(held[:count])
             del held[:count]
-        pool.check_invariants()
-        budget.check_invariants()
+        check_invariants(pool)
+        check_invariants(budget)
         assert pool.num_used_blocks == len(set(held)) == len(held) <= 9
 
 
@@ -88,14 +89,14 @@ def test_reserved_blocks_go_to_requests_and_their_bytes_to_no_other_owner() -> N
     assert pool.allocate(4) is None
     assert pool.allocate(3) == (2, 3, 4)
     assert pool.num_reserved_blocks == 0
-    pool.check_invariants()
+    check_invariants(pool)
 
 
 def test_reservations_are_bounded_by_blocks_and_by_bytes() -> None:
     for pool in (make_pool(3), make_pool(8, capacity_bytes=350)):
         pool.reserve_growth(4)
         assert pool.num_reserved_blocks == 3
-        pool.check_invariants()
+        check_invariants(pool)
 
 
 def test_what_is_left_of_a_block_is_nobodys() -> None:
@@ -116,7 +117,7 @@ def test_reserved_blocks_wait_for_evictions() -> None:
     budget.mark_evictable(-500)
     budget.release("adapters", 500)
     assert pool.allocate(6) == (0, 1, 2, 3, 4, 5)
-    budget.check_invariants()
+    check_invariants(budget)
 
 
 _OPERATION = st.tuples(st.sampled_from(("allocate", "free", "reserve", "load", "unload")), st.integers(0, 6))
@@ -151,8 +152,8 @@ def test_any_sequence_keeps_reservations(operations: list[tuple[str, int]]) -> N
             num_gone = min(count, loaded)
             budget.release("adapters", 100 * num_gone)
             loaded -= num_gone
-        pool.check_invariants()
-        budget.check_invariants()
+        check_invariants(pool)
+        check_invariants(budget)
         assert pool.num_reserved_blocks == reserved <= 9 - len(held) - loaded
         assert budget.free_bytes == 900 - 100 * (len(held) + loaded)
 
@@ -169,7 +170,7 @@ def test_owners_share_one_capacity() -> None:
     budget.release("adapters", 40)
     assert budget.free_bytes == 40
     assert budget.allocate("kv", 40)
-    budget.check_invariants()
+    check_invariants(budget)
 
 
 def test_a_refused_reservation_takes_nothing() -> None:
@@ -197,7 +198,7 @@ def test_reserved_bytes_are_free_for_growth_only() -> None:
     assert not budget.allocate("adapters", 1)
     assert budget.allocate("kv", 70, reserved_bytes=70)
     assert (budget.free_bytes, budget.unreserved_bytes) == (0, 0)
-    budget.check_invariants()
+    check_invariants(budget)
 
 
 def test_growth_beyond_the_reservation_takes_only_unreserved_bytes() -> None:
@@ -207,7 +208,7 @@ def test_growth_beyond_the_reservation_takes_only_unreserved_bytes() -> None:
     assert budget.allocate("kv", 50, reserved_bytes=10)
     assert budget.unreserved_bytes == 0
     assert budget.allocate("kv", 50, reserved_bytes=50)
-    budget.check_invariants()
+    check_invariants(budget)
 
 
 def test_evictable_bytes_can_be_reserved() -> None:
@@ -220,7 +221,7 @@ def test_evictable_bytes_can_be_reserved() -> None:
     budget.mark_evictable(-80)
     budget.release("adapters", 80)
     assert budget.allocate("kv", 90, reserved_bytes=90)
-    budget.check_invariants()
+    check_invariants(budget)
 
 
 def test_reserved_bytes_that_are_used_again_leave_less_to_reserve() -> None:
@@ -232,7 +233,7 @@ def test_reserved_bytes_that_are_used_again_leave_less_to_reserve() -> None:
     assert (budget.unreserved_bytes, budget.available_bytes) == (-70, 0)
     assert not budget.allocate("adapters", 1)
     assert budget.reserve_growth(90) == 20
-    budget.check_invariants()
+    check_invariants(budget)
 
 
 def test_a_reservation_replaces_the_one_before() -> None:
@@ -287,6 +288,6 @@ def test_any_sequence_keeps_the_budget(operations: list[tuple[str, int]]) -> Non
                 budget.release("adapters", gone)
                 adapters -= gone
             reserved = budget.reserve_growth(reserved)  # the adapter is in use again
-        budget.check_invariants()
+        check_invariants(budget)
         assert budget.free_bytes == CAPACITY - kv - adapters
         assert budget.unreserved_bytes == budget.free_bytes + idle - reserved >= 0

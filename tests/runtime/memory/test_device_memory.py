@@ -16,6 +16,7 @@ from corun.runtime.plan import (
     TransferResult,
 )
 from support.fake_host import FakeHost
+from support.invariants import check_invariants
 from support.scheduling import BLOCK_BYTES, facts, make_memory
 
 
@@ -51,7 +52,7 @@ def test_blocks_push_out_idle_adapters_and_have_their_bytes_at_once() -> None:
     assert memory.pool.allocate(3) is not None
     assert memory.commands(0.0).evict_adapters == (1,)
     assert memory.commands(0.0).evict_adapters == ()
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_nothing_is_evicted_where_it_would_not_be_enough() -> None:
@@ -140,7 +141,7 @@ def test_an_idle_adapter_is_evicted_on_request_and_may_come_back() -> None:
     assert memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
     assert memory.take_removed() == [], "it was not dropped"
     load(memory, 1, 150)
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_with_a_limit_each_keeps_to_its_own() -> None:
@@ -158,7 +159,7 @@ def test_with_a_limit_each_keeps_to_its_own() -> None:
     assert reclaim(memory, 8) and memory.commands(0.0).evict_adapters == ()
     assert memory.can_ever_hold(8, 256)
     assert not memory.can_ever_hold(1, 257)
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 class InPlace:
@@ -198,7 +199,7 @@ class InPlace:
         for transfer in loads:
             self.fake.finish(transfer, None)
             self.memory.end_transfer(TransferResult(transfer.transfer_id), 0.0)
-        self.memory.check_invariants()
+        check_invariants(self.memory)
 
     def kept(self) -> list[int]:
         return [n for n in range(10) if self.host.contains(f"content {n}")]
@@ -265,4 +266,4 @@ def test_a_load_waits_until_the_host_has_room_for_what_it_reads() -> None:
     assert host.contains("content 2") and not host.contains("content 1")
     memory.drop_content("content 2")
     assert memory.has_work
-    memory.check_invariants()
+    check_invariants(memory)

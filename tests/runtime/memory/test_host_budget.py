@@ -14,6 +14,7 @@ from corun.runtime.memory.kv_tree import KvNode, KvTree
 from corun.runtime.memory.policies.lru import LruPolicy
 from corun.runtime.memory.prefix_cache import HostSlots, PrefixCache
 from corun.runtime.plan import BASE_ADAPTER, HostMove, HostPlace, TransferId, TransferResult
+from support.invariants import check_invariants
 from support.scheduling import make_memory
 
 STEPS = HostSections(8, PAGESIZE, 2, 4)  # each for two blocks, or one layer of an adapter
@@ -92,9 +93,9 @@ class Host:
         return found
 
     def check(self) -> None:
-        self.cache.check_invariants()
-        self.prefixes.check_invariants()
-        self.budget.check_invariants()
+        check_invariants(self.cache)
+        check_invariants(self.prefixes)
+        check_invariants(self.budget)
 
 
 @pytest.fixture

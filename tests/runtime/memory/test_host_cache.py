@@ -8,6 +8,7 @@ from corun.shm.arena import PAGE_BYTES, ArenaEntry, HostArena, RegionSpec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.invariants import check_invariants
 
 NUM_PAGES = 12
 
@@ -33,7 +34,7 @@ def add(cache: HostCache, digest: str, *num_pages: int) -> None:
     if not place.is_filled:
         cache.filled(place.place_id, digest)
     cache.end_use(place.place_id)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def kept(cache: HostCache, digests: str) -> str:
@@ -227,8 +228,8 @@ class CacheAndArena(RuleBasedStateMachine):
 
     @invariant()
     def they_agree(self) -> None:
-        self.cache.check_invariants()
-        self.arena.check_invariants()
+        check_invariants(self.cache)
+        check_invariants(self.arena)
         assert self.cache.place_ids <= self.arena.place_ids
         if not self.cache.has_evictions:
             assert self.arena.place_ids == self.cache.place_ids

@@ -10,6 +10,7 @@ from corun.runtime.memory.policies.policy import MemoryItem
 from corun.runtime.plan import BlockId, HostSlot
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.invariants import check_invariants
 
 SIZE = 2
 BLOCK_BYTES = 100
@@ -53,7 +54,7 @@ def enter(tree: KvTree, token_ids: Sequence[int], first_block: int, namespace: b
         tokens = token_ids[number * SIZE : (number + 1) * SIZE]
         parent = path[-1] if path else None
         path.append(tree.insert(namespace, parent, tokens, BlockId(first_block + number)))
-    tree.check_invariants()
+    check_invariants(tree)
     return path
 
 
@@ -61,7 +62,7 @@ def keep(tree: KvTree, token_ids: Sequence[int], first_block: int, namespace: by
     """The same, without a hold."""
     path = enter(tree, token_ids, first_block, namespace)
     assert tree.release(path[-1]) == ([], [])
-    tree.check_invariants()
+    check_invariants(tree)
     return path
 
 
@@ -70,7 +71,7 @@ def to_host(tree: KvTree, node: KvNode, slot: int) -> None:
     tree.set_host_slot(node, HostSlot(slot))
     block_id = node.block_id
     assert tree.evict(node) == ([block_id], [])
-    tree.check_invariants()
+    check_invariants(tree)
 
 
 def test_whole_blocks_of_equal_tokens_match_within_their_namespace() -> None:
@@ -130,7 +131,7 @@ def test_only_free_leaves_are_offered_one_after_the_other() -> None:
     tree.release(root)
     assert tree.evict(root) == ([0], [])
     assert tree.num_nodes == tree.num_device_blocks == 0
-    tree.check_invariants()
+    check_invariants(tree)
 
 
 def test_what_is_referenced_or_has_blocks_behind_it_cannot_be_evicted() -> None:
@@ -165,7 +166,7 @@ def test_a_hold_of_one_holds_all_before_it() -> None:
     assert tree.num_unreferenced_blocks == 0 and not policy.offered
     tree.release(path[4])
     assert tree.unreferenced(A) == path[4::-1]
-    tree.check_invariants()
+    check_invariants(tree)
 
 
 def test_all_that_nobody_refers_to_can_be_evicted_leaves_first() -> None:
@@ -191,7 +192,7 @@ def test_without_a_copy_on_the_host_what_is_behind_it_goes_too() -> None:
     freed = tree.evict(first)
     assert freed.block_ids == [0] and sorted(freed.host_slots) == [7, 8]
     assert tree.num_nodes == tree.num_host_blocks == 0
-    tree.check_invariants()
+    check_invariants(tree)
 
 
 def test_it_comes_back_from_the_root_on_while_it_is_held() -> None:
@@ -208,12 +209,12 @@ def test_it_comes_back_from_the_root_on_while_it_is_held() -> None:
         tree.clear_host_slot(first)
     tree.assign_block(first, BlockId(5))
     tree.assign_block(second, BlockId(6))
-    tree.check_invariants()
+    check_invariants(tree)
     assert not policy.offered and tree.num_unreferenced_blocks == 0
     tree.release(second)
     assert list(policy.offered) == [second] and tree.num_unreferenced_blocks == 2
     assert tree.clear_host_slot(first) == ([], [1])
-    tree.check_invariants()
+    check_invariants(tree)
     assert tree.evict(second) == ([6], [])
     assert tree.evict(first) == ([5], [0])
 
@@ -236,7 +237,7 @@ def test_a_slot_that_is_given_up_takes_what_lies_behind_it() -> None:
     assert freed.block_ids == [] and sorted(freed.host_slots) == [0, 1]
     assert tree.match(A, (1, 2, 3, 4), 4) == [path[0]]
     assert list(policy.offered) == [path[0]]
-    tree.check_invariants()
+    check_invariants(tree)
 
 
 def test_a_namespace_that_is_dropped_is_found_no_more_and_freed_when_released() -> None:
@@ -247,7 +248,7 @@ def test_a_namespace_that_is_dropped_is_found_no_more_and_freed_when_released() 
     assert tree.drop_namespace(A) == ([11], [])
     assert tree.match(A, (1, 2), 2) == [] and tree.match(B, (1, 2), 2) == other
     assert tree.num_blocks_of(A) == 0 and tree.num_device_blocks == 3
-    tree.check_invariants()
+    check_invariants(tree)
     last = tree.insert(A, path[-1], (5, 6), BlockId(2))
     again = enter(tree, (1, 2, 3, 4), 30)
     assert again[0] is not path[0] and tree.num_blocks_of(A) == 2
@@ -255,7 +256,7 @@ def test_a_namespace_that_is_dropped_is_found_no_more_and_freed_when_released() 
     assert sorted(freed.block_ids) == [0, 1, 2]
     assert tree.match(A, (1, 2, 3, 4, 5, 6), 6) == again
     assert list(policy.offered) == other
-    tree.check_invariants()
+    check_invariants(tree)
     assert tree.drop_namespace(b"unknown") == ([], [])
 
 
@@ -274,7 +275,7 @@ def test_a_failed_copy_is_found_no_more_nor_what_is_behind_it() -> None:
     tree.release(again[-1])
     assert list(policy.offered) == [again[-1]]
     assert tree.drop_content(again[-1]) == ([21], []) and list(policy.offered) == [first]
-    tree.check_invariants()
+    check_invariants(tree)
 
 
 def test_what_waits_for_a_copy_that_will_not_come_has_no_block_to_count() -> None:
@@ -285,11 +286,11 @@ def test_what_waits_for_a_copy_that_will_not_come_has_no_block_to_count() -> Non
     tree.hold(third)
     assert tree.drop_content(second) == ([], [])
     assert tree.num_blocks_of(A) == 1
-    tree.check_invariants()
+    check_invariants(tree)
     freed = tree.release(third)
     assert freed.block_ids == [] and sorted(freed.host_slots) == [0, 1]
     assert tree.unreferenced(A) == [first]
-    tree.check_invariants()
+    check_invariants(tree)
 
 
 def test_requests_that_are_detached_share_until_each_has_ended() -> None:
@@ -302,10 +303,10 @@ def test_requests_that_are_detached_share_until_each_has_ended() -> None:
     assert tree.release(second) == ([], [])
     tree.hold(first)
     assert tree.release(second) == ([1], [])
-    tree.check_invariants()
+    check_invariants(tree)
     third = tree.insert(A, first, (3, 4), BlockId(3))
     assert third is not second
-    tree.check_invariants()
+    check_invariants(tree)
     assert tree.release(third) == ([3, 0], [])
 
 
@@ -595,7 +596,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_agrees(self) -> None:
-        self.tree.check_invariants()
+        check_invariants(self.tree)
         found = {node for node in self.kept.values() if node.block_id is not None}
         assert self.tree.num_blocks_of(A) + self.tree.num_blocks_of(B) == len(found)
 
@@ -608,7 +609,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.end_swap_in(0, 9)
         for namespace in (A, B):
             self.drop_namespace(namespace)
-        self.tree.check_invariants()
+        check_invariants(self.tree)
         assert not self.blocks and not self.slots and not self.policy.offered
         assert self.tree.num_nodes == self.tree.num_unreferenced_blocks == 0
 

@@ -13,6 +13,7 @@ from corun.runtime.memory.report import memory_report
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, AdapterTransfer, BlockId, TransferResult
 from hypothesis import given
 from hypothesis import strategies as st
+from support.invariants import check_grants, check_invariants, check_pages, num_free_pages
 from support.scheduling import BLOCK_BYTES, BLOCK_SIZE, make_memory
 
 # Of a model: layers, bytes of a block of 16 tokens, and (in, out) features of each target.
@@ -73,7 +74,7 @@ def test_blocks_and_runs_begin_at_the_two_ends() -> None:
     assert min(first.start, last.start) > long.stop - 1, "it fills the extent that it has begun"
     pages.free_blocks(map(BlockId, range(64)))
     assert pages.take_blocks(1) == [64 + 1], "of an extent that is theirs"
-    pages.check_invariants([BlockId(64), BlockId(65)])
+    check_pages(pages, [BlockId(64), BlockId(65)])
 
 
 def test_blocks_fill_the_extents_with_the_fewest_free_pages() -> None:
@@ -81,7 +82,7 @@ def test_blocks_fill_the_extents_with_the_fewest_free_pages() -> None:
     pages.free_blocks([BlockId(page) for page in pages.take_blocks(16) if page in (0, 1, 2, 6, 8, 9)])
     assert pages.take_blocks(4) == [6, 8, 9, 0]
     assert pages.take_blocks(3) == [1, 2, 16]
-    pages.check_invariants(map(BlockId, range(17)))
+    check_pages(pages, map(BlockId, range(17)))
 
 
 def test_the_last_pages_serve_both() -> None:
@@ -89,7 +90,7 @@ def test_the_last_pages_serve_both() -> None:
     assert pages.extent_pages == 4
     pages.take_runs(AdapterId(1), (3,))
     taken = pages.take_blocks(253)
-    assert pages.num_free_pages == 0 and taken[-1] == 255
+    assert num_free_pages(pages) == 0 and taken[-1] == 255
     pages.free_blocks([taken[0], taken[2]])
     assert pages.lacking_run((1, 1)) is None and pages.lacking_run((1, 2)) == 2
     pages.take_runs(AdapterId(2), (1, 1))
@@ -103,7 +104,7 @@ def test_no_page_is_lost_or_given_twice(acts: list[tuple[int, int]], num_pages: 
     pages, blocks, there = Pages(num_pages, 1), list[BlockId](), list[AdapterId]()
     for number, (act, size) in enumerate(acts, start=1):
         run_pages = (1 + size % 9,) * (size % 5) + (1 + size // 5,)
-        if act == 0 and size <= pages.num_free_pages:
+        if act == 0 and size <= num_free_pages(pages):
             blocks += pages.take_blocks(size)
         elif act == 1:
             pages.free_blocks(blocks[size % 7 :: 2])
@@ -115,12 +116,12 @@ def test_no_page_is_lost_or_given_twice(acts: list[tuple[int, int]], num_pages: 
             there.append(AdapterId(number))
         elif act == 3 and there:
             pages.free_runs(there.pop(size % len(there)))
-        pages.check_invariants(blocks)
+        check_pages(pages, blocks)
     pages.free_blocks(blocks)
     for adapter_id in there:
         pages.free_runs(adapter_id)
-    assert pages.num_free_pages == num_pages, "what is free comes together again"
-    pages.check_invariants(())
+    assert num_free_pages(pages) == num_pages, "what is free comes together again"
+    check_pages(pages, ())
 
 
 class Crowd:
@@ -195,8 +196,8 @@ def test_in_full_memory_hardly_any_load_lacks_a_run(seed: int) -> None:
     for number in range(500):
         crowd.turn()
         if number % 25 == 0:
-            crowd.memory.check_invariants()
-            crowd.memory.check_grants(crowd.grants)
+            check_invariants(crowd.memory)
+            check_grants(crowd.memory, crowd.grants)
     assert sum(crowd.use_shares[200:]) / 300 >= 0.94, "it is not full"
     pages = crowd.memory.cache.pages
     assert pages is not None and crowd.num_loads > 80
@@ -249,7 +250,7 @@ def test_a_load_without_a_run_evicts_a_whole_extent() -> None:
     report = memory_report(memory, 0.0)
     assert (report.num_loads_without_run, report.num_extents_evicted) == (1, 1)
     assert memory.loads.begin(AdapterId(1), adapter_of(3), 0.0) is not None
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_used_blocks_in_every_extent_are_in_the_way() -> None:
@@ -262,7 +263,7 @@ def test_used_blocks_in_every_extent_are_in_the_way() -> None:
     assert memory.room.make_adapter_room(adapter_of(3), include_waiting=True)
     (run,) = (memory.loads.begin(AdapterId(1), adapter_of(3), 0.0) or pytest.fail("no room")).runs
     assert run.start // 4 == 7
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 @pytest.mark.parametrize("keeps_prefixes", [False, True])
@@ -309,7 +310,7 @@ def test_and_when_a_load_or_a_pin_has_ended(monkeypatch: pytest.MonkeyPatch, eve
         error = "the file is gone" if event == "failed load" else None
         memory.end_transfer(TransferResult(loads[0].transfer_id, error), 0.0)
     assert has_room()
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_a_pinned_adapter_that_does_not_help_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,8 +336,8 @@ def test_an_extent_without_a_victim_is_evicted_with_what_follows_it_in_its_prefi
     memory.release(prefix)
     assert memory.room.make_adapter_room(adapter_of(3), include_waiting=False)
     assert memory.pool.num_cached_blocks == 0 and memory.pool.num_available_blocks == 9
-    memory.check_invariants()
-    memory.check_grants(others)
+    check_invariants(memory)
+    check_grants(memory, others)
 
 
 def test_extents_are_not_evicted_without_a_gain() -> None:
@@ -363,13 +364,13 @@ def test_nothing_is_evicted_for_the_first_run_if_there_is_no_place_for_the_secon
     assert not memory.room.make_adapter_room(adapter_of(3, 3), include_waiting=True)
     assert pages.taken_pages(range(256)) == taken
     assert (pages.num_loads_without_run, pages.num_extents_evicted) == (0, 0)
-    memory.check_invariants()
+    check_invariants(memory)
     memory.release(grants.pop(9))
     assert memory.room.make_adapter_room(adapter_of(3, 3), include_waiting=True)
     assert (pages.num_loads_without_run, pages.num_extents_evicted) == (1, 2)
     assert memory.loads.begin(AdapterId(1), adapter_of(3, 3), 0.0) is not None
-    memory.check_invariants()
-    memory.check_grants(grants)
+    check_invariants(memory)
+    check_grants(memory, grants)
 
 
 def test_a_run_is_longer_than_an_extent() -> None:
@@ -380,8 +381,8 @@ def test_a_run_is_longer_than_an_extent() -> None:
     assert memory.room.make_adapter_room(adapter_of(9), include_waiting=False)
     command = memory.loads.begin(AdapterId(1), adapter_of(9), 0.0)
     assert command is not None and command.runs[0].start % 4 == 0
-    memory.check_invariants()
-    memory.check_grants(grants)
+    check_invariants(memory)
+    check_grants(memory, grants)
 
 
 def test_evicting_a_block_takes_what_follows_it_in_its_prefix() -> None:
@@ -390,7 +391,7 @@ def test_evicting_a_block_takes_what_follows_it_in_its_prefix() -> None:
     assert memory.room.make_adapter_room(adapter_of(4, 4), include_waiting=False)
     assert memory.pool.num_cached_blocks <= 256 - 8
     assert memory.loads.begin(AdapterId(1), adapter_of(4, 4), 0.0) is not None
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_pinned_adapters_in_the_way_are_loaded_again() -> None:
@@ -407,4 +408,4 @@ def test_pinned_adapters_in_the_way_are_loaded_again() -> None:
     assert memory.room.make_adapter_room(adapter_of(3), include_waiting=True)
     assert 1 <= len(memory.pins.to_load()) <= 2
     assert memory.cache.log.evictions.total() >= 3
-    memory.check_invariants()
+    check_invariants(memory)

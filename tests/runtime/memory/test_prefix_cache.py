@@ -4,6 +4,7 @@ import itertools
 
 from corun.runtime.memory.prefix_cache import kv_namespace
 from corun.runtime.plan import BASE_ADAPTER, AdapterId
+from support.invariants import check_invariants
 from support.kept_prefixes import NAMESPACE, keep, load, num_found, tokens_of
 from support.scheduling import facts, make_memory
 
@@ -33,7 +34,7 @@ def test_a_block_that_is_computed_again_and_held_is_not_reservable() -> None:
     node = memory.prefixes.store(BASE_ADAPTER, NAMESPACE, None, tokens_of(1, 1), own[0], 0.0)
     assert node.block_id != own[0], "it is the one that was there"
     assert pool.num_reserved_blocks == 2
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_the_longest_unused_make_way_first_and_from_their_ends() -> None:
@@ -72,7 +73,7 @@ def test_history_is_cut_to_what_it_may_hold() -> None:
     keep(memory, 20, 2)
     memory.begin_plan(0, 0.0)
     assert (num_found(memory, 10), num_found(memory, 20)) == (0, 2)
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_what_the_last_version_had_goes_with_it() -> None:
@@ -88,7 +89,7 @@ def test_what_the_last_version_had_goes_with_it() -> None:
     memory.begin_plan(0, 0.0)
     assert num_found(memory, 10, b"content") == num_found(memory, 20, b"content") == 0
     assert num_found(memory, 10) == 1, "the base model's stays"
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_what_a_version_has_found_stays_when_the_one_that_computed_it_is_dropped() -> None:
@@ -103,7 +104,7 @@ def test_what_a_version_has_found_stays_when_the_one_that_computed_it_is_dropped
     memory.drop(AdapterId(2))
     memory.begin_plan(0, 0.0)
     assert num_found(memory, 10, b"content") == 0
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_equal_inputs_share_and_any_difference_separates() -> None:

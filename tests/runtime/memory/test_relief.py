@@ -9,6 +9,7 @@ from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.memory.relief import MemoryRoom
 from corun.runtime.plan import AdapterId, TransferResult
+from support.invariants import check_invariants
 from support.kept_prefixes import keep
 from support.scheduling import BLOCK_BYTES, make_executor, make_memory, make_request, make_scheduler
 
@@ -54,7 +55,7 @@ def test_what_is_short_of_a_share_a_little_above_goes() -> None:
     assert memory.relief.is_active
     assert len(memory.relief.take_freed_blocks(is_needed=False)) == 30
     assert memory.relief.num_bytes == 3000
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_it_goes_on_until_there_is_enough_and_stays_away_for_a_while() -> None:
@@ -115,7 +116,7 @@ def test_no_more_than_all_goes() -> None:
     Machine(memory).says(0)
     assert memory.prefixes.num_evictable_blocks == 0
     assert memory.relief.num_bytes == 20 * BLOCK_BYTES
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_without_a_shortage_freed_blocks_keep_their_memory_unless_others_need_it() -> None:
@@ -148,7 +149,7 @@ class TestAdapters:
         assert len(commands.host_evictions) == 5
         assert host.taken_bytes == PAGESIZE, "the one in use stays"
         assert memory.cache.log.evictions[EvictionReason.MACHINE] == 5
-        memory.check_invariants()
+        check_invariants(memory)
 
     def test_those_that_the_device_does_not_know_go_before(self) -> None:
         memory, host = self.make(6)
@@ -201,7 +202,7 @@ def test_requests_that_run_are_answered_while_memory_stays_short(depth: int) -> 
             finished += [
                 event for event in scheduler.update(result, float(turn)) if event.finish_reason is not None
             ]
-        scheduler.check_invariants()
+        check_invariants(scheduler)
     assert sorted(event.request_id for event in finished) == list(range(1, 12))
     assert {event.finish_reason for event in finished} == {"length"}
     assert memory.pool.written_bytes == 0

@@ -9,6 +9,7 @@ from corun.runtime.memory.policies.lru import LruPolicy
 from corun.runtime.memory.policies.policy import MemoryItem, MemoryRules
 from corun.runtime.memory.policies.registry import MEMORY_POLICIES, splits_memory
 from corun.runtime.plan import BASE_ADAPTER, AdapterId, TransferResult
+from support.invariants import check_invariants
 from support.kept_prefixes import keep, load, num_found
 from support.scheduling import BLOCK_BYTES, facts, make_memory
 
@@ -75,7 +76,7 @@ def test_kv_computed_beside_a_load_that_fails_goes_when_the_request_has_let_go()
     memory.commands(0.0)
     assert num_found(memory, 10, b"a") == 2, "the request may be running still"
     memory.cache.release(A)
-    memory.check_invariants()
+    check_invariants(memory)
     memory.commands(0.0)
     assert memory.cache.state(A) is AdapterState.ABSENT and num_found(memory, 10, b"a") == 0
 
@@ -95,7 +96,7 @@ def test_as_much_goes_as_is_asked_for_however_it_is_ranked(policy: str) -> None:
         keep(memory, 10 * first, 4)
     assert memory.room.reclaim(37, 0, include_waiting=False, keep=BASE_ADAPTER)
     assert memory.pool.num_free_ids == 37
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 @pytest.mark.parametrize("policy", ["libra", "lru"])
@@ -149,7 +150,7 @@ def test_what_is_pinned_never_makes_way(policy: str) -> None:
     load(memory, A, 100)
     load(memory, B, 100)
     memory.pins.pin(A, facts(100))
-    memory.check_invariants()
+    check_invariants(memory)
     assert memory.commands(0.0).evict_adapters in ((), (B,)), "B may be unwanted"
     assert not reclaims(memory, NUM_BLOCKS)
     assert reclaims(memory, NUM_BLOCKS - 1)
@@ -160,7 +161,7 @@ def test_what_is_pinned_never_makes_way(policy: str) -> None:
     assert memory.commands(0.0).evict_adapters in ((), (B,))
     assert memory.cache.state(A) is AdapterState.RESIDENT
     memory.pins.unpin(A)
-    memory.check_invariants()
+    check_invariants(memory)
     assert memory.evict(A)
 
 
@@ -211,4 +212,4 @@ def test_a_dropped_version_is_pinned_no_longer() -> None:
     memory.begin_plan(0, 0.0)
     assert memory.take_removed() == [A, B] and memory.pins.num_bytes() == 0
     assert memory.pins.to_load() == () and memory.commands(0.0).evict_adapters == (A,)
-    memory.check_invariants()
+    check_invariants(memory)

@@ -26,6 +26,7 @@ from corun.runtime.plan import (
 )
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.invariants import check_invariants
 from support.kept_prefixes import NAMESPACE, keep, load, num_found, tokens_of
 from support.scheduling import BLOCK_BYTES, BLOCK_SIZE, facts, make_memory
 
@@ -44,13 +45,13 @@ def swapper_of(memory: DeviceMemory) -> KvSwapper:
 def copies_of(memory: DeviceMemory) -> list[KvTransfer]:
     """Return the copies of the next plan."""
     commands = memory.commands(0.0).transfers
-    memory.check_invariants()
+    check_invariants(memory)
     return [one for one in commands if isinstance(one, KvTransfer)]
 
 
 def end(memory: DeviceMemory, copy: KvTransfer, error: str | None = None) -> None:
     memory.end_transfer(TransferResult(copy.transfer_id, error), 0.0)
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def copy_all(memory: DeviceMemory) -> int:
@@ -75,7 +76,7 @@ def bring(memory: DeviceMemory, first_token: int, num_blocks: int) -> KvTransfer
     block_ids = memory.pool.allocate(len(nodes))
     assert block_ids is not None
     swapper_of(memory).copy_in(nodes, block_ids, 0.0)
-    memory.check_invariants()
+    check_invariants(memory)
     (copy,) = memory.transfers.take_commands()
     assert isinstance(copy, KvTransfer) and copy.direction is Direction.TO_DEVICE
     return copy
@@ -218,7 +219,7 @@ def test_slots_that_are_read_keep_their_memory(error: str | None) -> None:
     memory.host.is_short = True
     assert memory.commands(10.0).host_move is not None
     assert not any(node.host_slot is not None for node in path)
-    memory.check_invariants()
+    check_invariants(memory)
 
 
 def test_what_did_not_come_is_forgotten_with_all_behind_it() -> None:
@@ -244,7 +245,7 @@ def test_a_version_is_dropped_while_its_blocks_move(direction: Direction, error:
         (copy,) = copies_of(memory)
     memory.prefixes.drop_version(AdapterId(1))
     assert num_found(memory, 1) == 0
-    memory.check_invariants()
+    check_invariants(memory)
     num_unused = memory.pool.num_unused_blocks
     end(memory, copy, error)
     assert memory.pool.num_unused_blocks > num_unused
@@ -269,12 +270,12 @@ def test_an_adapter_leaves_while_its_blocks_move(direction: Direction) -> None:
         (copy,) = copies_of(memory)
     assert memory.evict(AdapterId(1))
     memory.begin_plan(0, 0.0)
-    memory.check_invariants()
+    check_invariants(memory)
     assert memory.commands(0.0).evict_adapters == (AdapterId(1),)
     assert memory.pool.num_used_blocks, "they are held"
     end(memory, copy)
     memory.commands(0.0)
-    memory.check_invariants()
+    check_invariants(memory)
     assert memory.pool.num_free_ids == NUM_BLOCKS
     assert num_found(memory, 1) == (3 if direction is Direction.TO_DEVICE else 6)
 
@@ -442,7 +443,7 @@ class SwapMachine(RuleBasedStateMachine):
     def what_is_found_is_what_was_asked_for(self) -> None:
         if not hasattr(self, "memory"):
             return
-        self.memory.check_invariants()
+        check_invariants(self.memory)
         for namespace, symbols in self.known:
             path = self.match(namespace, symbols)
             num_readable = self.swapper.num_readable(path)
@@ -467,7 +468,7 @@ class SwapMachine(RuleBasedStateMachine):
             self.end_copy(0, False)
         while self.requests:
             self.end_request(0)
-        self.memory.check_invariants()
+        check_invariants(self.memory)
         assert not len(self.memory.transfers)
         assert self.memory.pool.num_used_blocks == 0
         clear(self.memory)

@@ -12,6 +12,7 @@ from corun.runtime.plan import (
     TransferProgress,
     TransferRead,
 )
+from support.invariants import check_invariants
 from support.open_transfers import Loads
 
 A, B, C = 1, 2, 3
@@ -38,13 +39,13 @@ def test_loads_and_copies_of_blocks_are_in_one_table() -> None:
     assert list(table) == [load, copy] and len(table) == 2
     assert (load.direction, copy.direction) == (Direction.TO_DEVICE, Direction.TO_HOST)
     assert copy.transfer_id in table and table.load_of(AdapterId(A)) is load
-    table.check_invariants()
+    check_invariants(table)
     assert table.end(copy.transfer_id, 3.0) is copy
     assert table.end(copy.transfer_id, 3.0) is None
     assert list(table) == [load] and copy.transfer_id not in table
     loads.end(A)
     assert table.load_of(AdapterId(A)) is None
-    table.check_invariants()
+    check_invariants(table)
 
 
 def test_the_order_with_a_promoted_load_at_its_end_is_sent_and_sent_again() -> None:
@@ -124,7 +125,7 @@ def test_whose_files_are_read() -> None:
     table = loads.table
 
     def reading() -> tuple[int, float]:
-        table.check_invariants()
+        check_invariants(table)
         assert table.reading is not None
         return table.reading.load.command.adapter_id, table.reading.since_s
 

@@ -24,6 +24,7 @@ from corun.runtime.plan import (
 from corun.runtime.request import RequestStatus
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.invariants import check_invariants
 from support.kept_prefixes import keep, load, tokens_of
 from support.scheduling import BLOCK_BYTES, BLOCK_SIZE, facts, make_memory, make_request, make_scheduler
 
@@ -62,13 +63,13 @@ class Tier:
         """Return what the next plan begins."""
         self.now_s = self.now_s if now_s is None else now_s
         transfers = list(self.memory.commands(self.now_s).transfers)
-        self.memory.check_invariants()
+        check_invariants(self.memory)
         return transfers
 
     def end(self, *transfers: Transfer, error: str | None = None) -> None:
         for one in transfers:
             self.memory.end_transfer(TransferResult(one.transfer_id, error), self.now_s)
-            self.memory.check_invariants()
+            check_invariants(self.memory)
 
     def settle(self) -> None:
         """Carry out plans until one begins nothing. No time passes."""
@@ -568,7 +569,7 @@ class BalanceMachine(RuleBasedStateMachine):
     @invariant()
     def all_agrees(self) -> None:
         if hasattr(self, "tier"):
-            self.tier.memory.check_invariants()
+            check_invariants(self.tier.memory)
 
     def settle(self) -> None:
         """End all that is open, and what plans begin then. No time passes."""

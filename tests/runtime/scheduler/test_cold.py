@@ -18,6 +18,7 @@ from corun.runtime.plan import (
 from corun.runtime.request import Request
 from corun.runtime.scheduler.cold import ColdChunk, ColdStarts, StepRows
 from corun.runtime.scheduler.events import AdapterStart
+from support.invariants import check_invariants
 from support.scheduling import loads_of, make_executor, make_memory, make_request, make_scheduler
 
 ADAPTER = AdapterId(7)
@@ -269,7 +270,7 @@ def test_a_failed_load_ends_its_requests_and_frees_its_bytes_with_the_last_step(
     events = [event for result in executor.poll() for event in scheduler.update(result, 0.0)]
     assert [event.error_kind for event in events] == ["AdapterUnavailableError"]
     assert memory.cache.state(ADAPTER) is AdapterState.LOADING  # a step in flight refers to it
-    scheduler.check_invariants()
+    check_invariants(scheduler)
     executor.finish_step()
     for result in executor.poll():
         scheduler.update(result, 0.0)

@@ -17,6 +17,7 @@ from corun.runtime.sim.machines import AS_MODELLED, Factors, SimulatedMachine
 from corun.runtime.sim.papers.machines import MACHINES
 from corun.runtime.sim.workloads import Workload, WorkloadRequest
 from hypothesis import given, settings
+from support.invariants import check_invariants
 from support.profiles import PROFILE
 from support.scheduling import make_executor, make_memory, make_request, make_scheduler, rows_of
 
@@ -192,7 +193,7 @@ def test_every_step_keeps_the_bound_or_computes_the_least(
         bound_s = scheduler.decode_gap.bound_s if gap_s is None else gap_s
         # A row of one token is no chunk.
         assert took_s <= bound_s or sum(one for one in tokens if one > 1) <= 4
-    scheduler.check_invariants()
+    check_invariants(scheduler)
 
 
 # A model of 1.2 billion parameters in bfloat16 on two cores: it reads its weights in 60 ms, and

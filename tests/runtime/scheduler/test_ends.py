@@ -12,6 +12,7 @@ from corun.runtime.scheduler.limits import SchedulerConfig
 from corun.runtime.scheduler.registry import make_policy
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor
+from support.invariants import check_invariants
 from support.scheduling import (
     make_executor,
     make_memory,
@@ -109,7 +110,7 @@ class TestEnds:
             assert event.finish_reason == "abort"
             assert scheduler.abort(request_id, 0.0) is None
         assert not scheduler.has_work()
-        scheduler.check_invariants()
+        check_invariants(scheduler)
 
 
 class TestRefusals:

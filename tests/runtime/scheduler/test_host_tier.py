@@ -11,6 +11,7 @@ from corun.runtime.plan import BASE_ADAPTER, AdapterId, KvTransfer, StepPlan
 from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.events import FinishReason, RequestUpdate
 from support.fake_executor import expected_output
+from support.invariants import check_invariants
 from support.scheduling import (
     BLOCK_SIZE,
     loads_of,
@@ -72,13 +73,13 @@ class Engine:
         plan = self.scheduler.schedule(0.0)
         assert plan is not None
         self.executor.submit(plan)
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         return plan
 
     def poll(self) -> None:
         for result in self.executor.poll():
             self.events += self.scheduler.update(result, 0.0)
-            self.scheduler.check_invariants()
+            check_invariants(self.scheduler)
 
     def end_step(self) -> None:
         self.executor.finish_step()
@@ -202,7 +203,7 @@ def test_who_gives_up_while_it_waits_leaves_the_prefix_to_others() -> None:
     engine.schedule()
     event = engine.scheduler.abort(request.request_id, 0.0)
     assert event is not None and event.finish_reason is FinishReason.ABORT
-    engine.scheduler.check_invariants()
+    check_invariants(engine.scheduler)
     engine.end_copies()
     assert engine.num_on_device == 3
     other = engine.ask()

@@ -6,6 +6,7 @@ from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.events import PreemptionCause
 from corun.runtime.scheduler.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, expected_output
+from support.invariants import check_invariants
 from support.scheduling import (
     BLOCK_SIZE,
     Guess,
@@ -77,7 +78,7 @@ def test_the_reservation_of_an_ended_request_does_not_keep_others_from_their_pre
     turn = make_request(4, prompt=(*history, 1), max_tokens=2)
     scheduler.add_request(turn, 0.0)
     assert scheduler.schedule(0.0) is not None
-    scheduler.check_invariants()
+    check_invariants(scheduler)
     assert (turn.status, turn.found.num_cached_tokens) == (RequestStatus.RUNNING, 160)
 
 
@@ -145,7 +146,7 @@ def test_who_runs_alone_and_gives_way_begins_again_at_once() -> None:
         executor.submit(plan)
         for result in executor.poll():
             scheduler.update(result, 0.0)
-        scheduler.check_invariants()
+        check_invariants(scheduler)
     assert longer.tally.num_preemptions == 1
     assert scheduler.counters.preemptions == {PreemptionCause.KV_MEMORY: 1}
     expected = expected_output(PROMPT, longer.sampling, longer.adapter_id, max_model_len=64)

@@ -12,6 +12,7 @@ from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.timeline import Timelines
 from hypothesis import given
 from support.fake_executor import FakeExecutor, expected_output
+from support.invariants import check_invariants
 from support.scheduling import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -36,7 +37,7 @@ def turn(scheduler: Scheduler, executor: FakeExecutor) -> StepPlan:
     executor.submit(plan)
     for result in executor.poll():
         scheduler.update(result, 0.0)
-    scheduler.check_invariants()
+    check_invariants(scheduler)
     return plan
 
 
@@ -220,7 +221,7 @@ class TestAdapters:
             executor.submit(plan)
             for result in executor.poll():
                 scheduler.update(result, 0.0)
-            scheduler.check_invariants()
+            check_invariants(scheduler)
         assert scheduler.memory.cache.state(adapter) is AdapterState.ABSENT
         assert (request.tally.num_preemptions, request.num_output_tokens) == (0, LONG)
 

@@ -31,6 +31,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.fake_executor import expected_output
+from support.invariants import check_invariants
 from support.profiles import PROFILE
 from support.random_cold_starts import RandomColdStarts
 from support.scheduling import (
@@ -435,7 +436,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def parts_agree(self) -> None:
         if hasattr(self, "scheduler"):
-            self.scheduler.check_invariants()
+            check_invariants(self.scheduler)
 
     def teardown(self) -> None:
         """Without further failures all requests end, and all memory is freed."""

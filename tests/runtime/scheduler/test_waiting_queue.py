@@ -8,6 +8,7 @@ from corun.runtime.plan import RequestId
 from corun.runtime.request import Request, RequestStatus
 from corun.runtime.scheduler.waiting_queue import QueueTime, WaitingQueue
 from hypothesis import given
+from support.invariants import check_invariants
 from support.scheduling import make_request, make_requests, make_scheduler
 
 
@@ -154,4 +155,4 @@ def test_the_scheduler_lets_go_of_them() -> None:
     assert "waited 5 s" in str(event.error) and "--max-queue-s" in str(event.error)
     assert event.timing is not None and sum(event.timing.parts.values()) == 5.0
     assert (scheduler.num_waiting, scheduler.num_running) == (0, 1)
-    scheduler.check_invariants()
+    check_invariants(scheduler)

@@ -279,10 +279,6 @@ class ChameleonPolicy:
             found |= {f"queue_{queue}_{gauge}": value for queue, value in enumerate(values)}
         return found
 
-    def check_invariants(self) -> None:
-        """Assert that quotas add up."""
-        self._holdings.check_invariants()
-
     def _refresh(self, now_s: float) -> None:
         """Choose new boundaries and quotas of the queues if a refresh is due."""
         if self._recent.num_arrived < _FIRST_REFRESH_REQUESTS or now_s < self._refresh_at_s:

@@ -125,12 +125,6 @@ class QuotaLedger:
         for queue, num_tokens in self._charged.pop(request_id).items():
             self.available[queue] += num_tokens
 
-    def check_invariants(self) -> None:
-        """Assert the invariant for each queue."""
-        charged = sum(self._charged.values(), Counter[int]())
-        for queue, quota in enumerate(self.quotas):
-            assert self.available[queue] + charged[queue] == quota, (queue, quota, charged)
-
     def _debit(self, request_id: RequestId, queue: int, num_tokens: int) -> None:
         self._charged.setdefault(request_id, Counter())[queue] += num_tokens
         self.available[queue] -= num_tokens

@@ -7,6 +7,7 @@ from corun.runtime.memory.grant import Verdict
 from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.papers.chameleon.policy import ChameleonPolicy
+from support.invariants import check_invariants
 from support.policy_room import PolicyRoom, facts_for
 from support.scheduling import make_request
 
@@ -58,7 +59,7 @@ class Scripted:
                 request = candidates.send(verdict)
             except StopIteration:
                 request = None
-        self.policy.check_invariants()
+        check_invariants(self.policy)
         return offered
 
     def have_queues(self) -> None:
@@ -279,7 +280,7 @@ def test_a_refresh_moves_those_who_wait_and_charges_those_who_run() -> None:
     room = PolicyRoom(ChameleonPolicy(facts, refresh_s=20.0), facts)
     policy = room.policy
     assert isinstance(policy, ChameleonPolicy)
-    room.after_act = policy.check_invariants
+    room.after_act = lambda: check_invariants(policy)
     requests = []
     for index in range(1500):
         prompt = 40 if index % 3 == 0 else 2

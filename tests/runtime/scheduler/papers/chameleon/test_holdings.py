@@ -7,6 +7,7 @@ from corun.runtime.plan import AdapterId
 from corun.runtime.request import Request
 from corun.runtime.scheduler.papers.chameleon.holdings import Holdings
 from hypothesis import given
+from support.invariants import check_invariants
 from support.scheduling import make_request
 
 
@@ -59,7 +60,7 @@ def test_who_outgrows_the_prediction_overdraws_the_queue() -> None:
     grow_by(request, 15)
     holdings.grow()
     assert holdings.ledger.available == [2 - 16, 50]
-    holdings.check_invariants()
+    check_invariants(holdings)
 
 
 def test_of_a_prediction_a_share_may_be_charged_until_it_has_come_true() -> None:
@@ -77,7 +78,7 @@ def test_a_refresh_charges_those_who_run_to_their_new_queues() -> None:
         holdings.start(request, 0, (), 0.0)
     holdings.recut([70, 30], lambda request: int(request is large))
     assert holdings.ledger.available == [60, -25]  # 35 and an adapter of 20
-    holdings.check_invariants()
+    check_invariants(holdings)
     holdings.stop(large)
     assert holdings.ledger.available == [60, 30]
 
@@ -112,7 +113,7 @@ def test_all_that_is_held_is_charged_and_comes_back(acts: list[tuple[str, int, i
         elif act == "recut":
             quotas = [number, 2 * number, 300 - 3 * number]
             holdings.recut(quotas, partial(queue_after, number))
-        holdings.check_invariants()
+        check_invariants(holdings)
         assert list(holdings.requests) == list(running.values())
     for request in running.values():
         holdings.stop(request)

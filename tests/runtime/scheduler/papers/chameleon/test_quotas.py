@@ -5,6 +5,7 @@ import pytest
 from corun.runtime.plan import RequestId
 from corun.runtime.scheduler.papers.chameleon.quotas import QueueLoad, QuotaLedger, assign_quotas
 from hypothesis import given
+from support.invariants import check_invariants
 
 
 def load(largest: int, need: float) -> QueueLoad:
@@ -88,5 +89,5 @@ def test_nothing_is_lost_or_spent_twice(acts: list[tuple[int, int, int, set[int]
             held[request_id] = held.get(request_id, 0) + num_tokens
             for other in range(3):
                 assert other == queue or ledger.available[other] >= min(0, before[other])
-        ledger.check_invariants()
+        check_invariants(ledger)
         assert ledger.free_tokens + sum(held.values()) == 400
