@@ -17,7 +17,7 @@ NEWEST := $(VENV)/newest
 NEWEST_TESTS := tests/parity tests/e2e/test_answers.py tests/gpu/fused tests/gpu/model
 
 .PHONY: help serve test test-full test-newest test-clients test-ray test-faults audit lint types \
-	format clean
+	format tables clean
 
 help:
 	@echo "make serve [ARGS=...]   serve the demo model, or: make serve ARGS='MODEL --lora-dir DIR'"
@@ -30,6 +30,7 @@ help:
 	@echo "make audit              known vulnerabilities of the pinned versions; needs a network"
 	@echo "make lint | types       only these checks"
 	@echo "make format             rewrite the code in the house format"
+	@echo "make tables             rewrite the tables of the documentation that the code determines"
 	@echo "make clean              remove $(VENV) and everything built"
 
 serve: $(VENV)/.installed
@@ -87,6 +88,9 @@ types: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+tables: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python -P -m support.tables
 
 clean:
 	rm -rf $(VENV) build dist corun.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

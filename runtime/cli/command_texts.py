@@ -23,7 +23,6 @@ COMMANDS: Mapping[str, str] = {
     "plan": "Compute the load at which a server keeps its target time to first token, what limits "
     "that load, and what would change it.",
     "simulate": "Simulate engines under a workload, with the scheduler that serves.",
-    "options": "Print the options of corun serve as a Markdown table.",
     "completion": "Print a completion script for a shell.",
 }
 
@@ -32,7 +31,7 @@ COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
     "Running clusters": ("cluster status", "cluster add", "cluster remove", "cluster drain"),
     "Inspect": ("check", "models", "adapters", "env"),
     "Measure and plan": ("profile", "plan", "simulate"),
-    "Shell and documentation": ("options", "completion"),
+    "Shell": ("completion",),
 }
 
 EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -62,7 +61,6 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "profile": (("corun profile Qwen/Qwen2.5-0.5B-Instruct", ""),),
     "plan": (("corun plan --workload S1 --slo-ttft-s 2 --rps 20", ""),),
     "simulate": (("corun simulate --workload S1 --rps 4 --compare scheduling-policy=corun,fcfs", ""),),
-    "options": (("corun options --update docs/options.md", ""),),
     "completion": (
         ("source <(corun completion bash)", "bash, for instance in ~/.bashrc"),
         ("source <(corun completion zsh)", "zsh, after compinit"),

@@ -34,7 +34,6 @@ _COMMAND_MODULES = {
     "cluster drain": ".cluster_asks",
     "gateway": ".gateway",
     "env": ".env",
-    "options": ".options",
     "completion": ".completion",
 }
 

@@ -117,8 +117,6 @@ def command_parser(command: str) -> CommandParser:
             help="Types as in config.json, such as qwen3; default: all.",
         )
         parser.add("Options", "--update", metavar="FILE", help="Update the table in FILE.")
-    elif command == "options":
-        parser.add("Options", "--update", metavar="FILE", help="Update the generated tables in FILE.")
     elif command == "completion":
         parser.add("Arguments", "shell", metavar="SHELL", choices=SHELLS, help=f"One of {', '.join(SHELLS)}.")
     elif command in _WITH_ENGINE_IDS:

@@ -6,14 +6,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from corun.runtime import exit_codes
 from corun.runtime.config.cluster import ClusterConfig
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.option import option_specs
 from corun.runtime.config.serve import ServeConfig
 from corun.runtime.config.simulate import SimulateConfig
 from corun.runtime.scheduler.events import TimePart
-from corun.runtime.server.reference import TABLES
 from support.product import FOLDERS, ROOT, name_of
+from support.tables import TABLES
 
 _MAX_README_BYTES = 12_000
 _DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -118,6 +119,12 @@ def test_every_error_code_has_advice() -> None:
     rows = _rows(text, "A request gets an error")
     listed = [code for row in rows for code in re.findall(r"`(\w+)`", row[0])]
     assert sorted(listed) == sorted(re.findall(r"^\| `(\w+)`", TABLES["errors"](), re.MULTILINE))
+
+
+def test_every_exit_code_is_explained() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    listed = [int(row[0]) for row in _rows(text, "Exit codes")]
+    assert listed == [code for name, code in vars(exit_codes).items() if name.startswith("EXIT_")]
 
 
 @pytest.mark.parametrize("name", ["observability.md", "troubleshooting.md"])

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from corun.runtime.cli.command_texts import COMMAND_GROUPS, COMMANDS, SHELLS
 from corun.runtime.cli.main import main
-from corun.runtime.cli.options import options_markdown, update_tables
 from corun.runtime.cli.parser import FOREIGN_FLAGS, command_parser
 from corun.runtime.config.cluster import NOT_FOR_CLUSTERS, ClusterConfig
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.config.option import option_specs
 from corun.runtime.config.serve import ServeConfig
-from corun.runtime.errors import ConfigError
-from corun.runtime.server.reference import TABLES
+from support.tables import PAGES, TABLES, tables_of, with_tables
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 
@@ -141,26 +139,15 @@ def test_completion_loads_no_heavy_library() -> None:
     assert (done.returncode, done.stderr.strip()) == (0, "")
 
 
-BEGIN = "<!-- options: written by `corun options --update FILE` -->"
-END = "<!-- end of options -->"
-PAGES = {
-    "docs/options.md": {"options"},
-    "docs/troubleshooting.md": {"exit_codes"},
-    "runtime/cluster/README.md": {"cluster"},
-    "runtime/server/README.md": set(TABLES),
-}
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_are_up_to_date(repository: Path, name: str) -> None:
-    document = (repository / name).read_text(encoding="utf-8")
-    assert update_tables(document) == document, f"run: corun options --update {name}"
-    for table in PAGES[name]:
-        assert f"<!-- {table}: written by `corun options --update {name}` -->" in document
+    page = (repository / name).read_text(encoding="utf-8")
+    assert with_tables(page) == page, "run: make tables"
+    assert tables_of(page) == PAGES[name]
 
 
 def test_every_option_has_a_line_and_a_sentence() -> None:
-    table = options_markdown()
+    table = TABLES["options"]()
     for spec in option_specs(EngineConfig) + option_specs(ServeConfig):
         assert f"`{spec.flag}" in table
         assert spec.help.endswith(".")
@@ -185,15 +172,8 @@ def test_every_limit_of_requests_is_on_the_page() -> None:
     assert [row for row in rows if "| no limit | `--max-queue-s` |" in row]
 
 
-def test_update_replaces_only_the_table() -> None:
-    document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    updated = update_tables(document)
-    assert updated == f"before\n{BEGIN}\n{options_markdown()}{END}\nafter\n"
-    assert update_tables(updated) == updated
-
-
-def test_update_needs_its_marks() -> None:
-    with pytest.raises(ConfigError, match="missing"):
-        update_tables("no marks")
-    with pytest.raises(ConfigError, match="no table 'other'; known: options, cluster, routes"):
-        update_tables(f"{BEGIN}\n{END}\n".replace("options:", "other:").replace("of options", "of other"))
+def test_only_what_is_between_marks_is_replaced() -> None:
+    begin, end = "<!-- options: written by `make tables` -->", "<!-- end of options -->"
+    page = with_tables(f"before\n{begin}\nold\n{end}\nafter\n")
+    assert page == f"before\n{begin}\n{TABLES['options']()}{end}\nafter\n"
+    assert with_tables(page) == page

@@ -40,7 +40,6 @@ COMMANDS = (
     "cluster drain",
     "gateway",
     "env",
-    "options",
     "completion",
 )
 WORKLOAD = """

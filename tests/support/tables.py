@@ -1,19 +1,24 @@
-"""Tables of routes, fields, errors and limits for the README, made from the code."""
+"""The tables of the documentation that the code determines. ``make tables`` writes them.
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+A page has a table between two marks, which name it.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..config.engine import EngineConfig
-from ..config.option import option_specs
-from ..config.serve import ServeConfig
-from ..limits import MAX_BAD_WORDS
-from ..sampling import MAX_CHOICES, MAX_LOGPROBS
-from .adapter_listing import MAX_PAGE
-from .anthropic_fields import ANTHROPIC_ACCEPTED, ANTHROPIC_REFUSED
-from .body import RequestModel
-from .chat import ChatRequest
-from .errors import error_codes
-from .fields import (
+from corun.runtime.config.cluster import ClusterConfig
+from corun.runtime.config.engine import EngineConfig
+from corun.runtime.config.option import OptionSpec, option_specs
+from corun.runtime.config.serve import ServeConfig
+from corun.runtime.limits import MAX_BAD_WORDS
+from corun.runtime.sampling import MAX_CHOICES, MAX_LOGPROBS
+from corun.runtime.server.adapter_listing import MAX_PAGE
+from corun.runtime.server.anthropic_fields import ANTHROPIC_ACCEPTED, ANTHROPIC_REFUSED
+from corun.runtime.server.body import RequestModel
+from corun.runtime.server.chat import ChatRequest
+from corun.runtime.server.errors import error_codes
+from corun.runtime.server.fields import (
     ACCEPTED_FIELDS,
     ACCEPTED_STREAM_OPTIONS,
     MAX_UNKNOWN_NAMES,
@@ -22,12 +27,14 @@ from .fields import (
     FieldTable,
     RefusedField,
 )
-from .generation_request import GenerationFields, StreamOptions
-from .json_values import show
-from .openapi import body_schemas
-from .response_fields import RESPONSES_ACCEPTED, RESPONSES_REFUSED
-from .route_docs import ROUTE_DOCS
+from corun.runtime.server.generation_request import GenerationFields, StreamOptions
+from corun.runtime.server.json_values import show
+from corun.runtime.server.openapi import body_schemas
+from corun.runtime.server.response_fields import RESPONSES_ACCEPTED, RESPONSES_REFUSED
+from corun.runtime.server.route_docs import ROUTE_DOCS
+from support.product import ROOT
 
+_MARKED = re.compile(r"(<!-- (\w+): written by `make tables` -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
 # Options that limit requests.
 _LIMIT_OPTIONS = (
     *("max_model_len", "max_num_seqs", "max_num_waiting", "max_queue_s", "max_stop_strings"),
@@ -36,14 +43,8 @@ _LIMIT_OPTIONS = (
     *("max_content_parts", "max_request_tokens", "max_tokenize_tokens"),
     *("template_timeout_s", "max_template_chars"),
     *("max_hub_adapter_mib", "max_hub_adapters", "max_hub_gib"),
-    *(
-        "max_connections",
-        "max_idle_connections",
-        "header_timeout_s",
-        "body_timeout_s",
-        "max_unsent_kib",
-        "unsent_timeout_s",
-    ),
+    *("max_connections", "max_idle_connections", "header_timeout_s", "body_timeout_s"),
+    *("max_unsent_kib", "unsent_timeout_s"),
 )
 
 
@@ -127,7 +128,15 @@ def limits_markdown() -> str:
     return _table(("limit", "default", "option"), rows)
 
 
-TABLES = {
+def options_markdown(*configs: type) -> str:
+    """Return a table with a line for each option."""
+    rows = [(_usage(spec), _default(spec), _meaning(spec)) for one in configs for spec in option_specs(one)]
+    return _table(("option", "default", "meaning"), rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "options": lambda: options_markdown(EngineConfig, ServeConfig),
+    "cluster": lambda: options_markdown(ClusterConfig),
     "routes": routes_markdown,
     "fields": fields_markdown,
     "accepted": accepted_markdown,
@@ -135,6 +144,21 @@ TABLES = {
     "errors": errors_markdown,
     "limits": limits_markdown,
 }
+PAGES = {
+    "docs/options.md": {"options"},
+    "runtime/cluster/README.md": {"cluster"},
+    "runtime/server/README.md": {"routes", "fields", "accepted", "refused", "errors", "limits"},
+}
+
+
+def with_tables(page: str) -> str:
+    """Return the text of a page with the present tables between its marks."""
+    return _MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[4]}", page)
+
+
+def tables_of(page: str) -> set[str]:
+    """Return the tables for which a page has marks."""
+    return {found[2] for found in _MARKED.finditer(page)}
 
 
 def _nested(path: str, table: FieldTable) -> Iterator[tuple[str, FieldTable]]:
@@ -184,6 +208,26 @@ def _kind(schema: Mapping[str, Any]) -> str:
     return str(kind)
 
 
+def _usage(spec: OptionSpec) -> str:
+    if spec.positional or spec.kind is bool:
+        return _code(spec.flag)
+    value = spec.metavar or ("" if spec.choices else spec.value_name)
+    dots = " …" if spec.repeated else ""
+    return _code(f"{spec.flag} {value}{dots}" if value else spec.flag)
+
+
+def _default(spec: OptionSpec) -> str:
+    if spec.kind is bool:
+        return "on" if spec.default else "off"
+    return "" if spec.default in (None, ()) else f"`{spec.default}`"
+
+
+def _meaning(spec: OptionSpec) -> str:
+    if not spec.choices or len(spec.choices) == 1:
+        return spec.help
+    return f"{spec.help} One of {', '.join(map(_code, spec.choices))}."
+
+
 def _code(text: str) -> str:
     return f"`{text}`"
 
@@ -191,3 +235,9 @@ def _code(text: str) -> str:
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        path = ROOT / name
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
