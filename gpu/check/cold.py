@@ -193,7 +193,10 @@ class _Driver:
 
 
 def save_random(values: dict[str, Any], ranks: Sequence[int], folder: Path, device: str) -> None:
-    """Save a Llama of random weights, and for each rank an adapter for all its linears."""
+    """Save a Llama of random weights, and for each rank an adapter for all its linears.
+
+    Every token has text, so that each is an event of a stream.
+    """
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -201,7 +204,8 @@ def save_random(values: dict[str, Any], ranks: Sequence[int], folder: Path, devi
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**values), dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
-    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(256)}, unk_token=_WORD))
+    vocabulary = {f"t{number}": number for number in range(model.config.vocab_size)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token=_WORD))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token=_WORD).save_pretrained(folder / "model")
     linears = [
         (name, module)

@@ -14,6 +14,7 @@ from corun.gpu.check.cold import ColdSizes
 from corun.gpu.check.engine import StepEngine
 from corun.gpu.check.questions import Findings
 from corun.runtime.coldstart.strategy import LoadStrategy
+from corun.runtime.engine.tokenizer import load_tokenizer
 from corun.runtime.plan import SubBatch
 from support.cold_engine import ColdEngine
 
@@ -103,6 +104,12 @@ def engine(sizes: ColdSizes, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     )
     yield made
     made.close()
+
+
+def test_every_token_of_a_random_model_has_text(sizes: ColdSizes, tmp_path: Path) -> None:
+    cold.save_random(sizes.config | {"vocab_size": 300}, (), tmp_path, "cpu")
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    assert len({tokenizer.decode([number]) for number in range(300)} - {""}) == 300
 
 
 def test_cold_requests_start_by_every_strategy(engine: ColdEngine, sizes: ColdSizes, tmp_path: Path) -> None:
