@@ -21,7 +21,7 @@ from typing import Self
 
 from .backing import Backing, available_memory_bytes
 from .errors import ShmError
-from .huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
+from .huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, advise, fill
 from .region import ALIGNMENT_BYTES
 from .segment import Segment
 
@@ -58,12 +58,22 @@ class ArenaPages:
     """
 
     def __init__(
-        self, segment: Segment, *, is_elastic: bool, in_sections: bool = False, setting: str | None = None
+        self,
+        segment: Segment,
+        *,
+        is_elastic: bool,
+        in_sections: bool = False,
+        fill_cpus: tuple[int, ...] = (),
+        setting: str | None = None,
     ) -> None:
-        """``setting`` overrides the kernel's; None = read it. Raises ``SpaceError``."""
+        """``fill_cpus``: see ``HostArena.create``.
+
+        ``setting`` overrides the kernel's; None = read it. Raises ``SpaceError``.
+        """
         assert segment.is_sparse, "its memory was allocated before requesting huge pages"
         self._segment = segment
         self._is_elastic = is_elastic
+        self._fill_cpus = fill_cpus
         setting = huge_page_setting() if setting is None else setting
         self._wants_huge = setting in _GIVEN
         _LOG.debug(
@@ -107,9 +117,12 @@ class ArenaPages:
         # Only a touch makes huge pages, allocation does not. It is not tried on a machine with too
         # little memory, where a process would be killed for it: ``allocate`` raises an error.
         held_bytes = 0
-        if self._wants_huge and end > start and num_bytes <= available_memory_bytes():
-            self._advise(start, end - start, MADV_HUGEPAGE)
-            self._advise(start, end - start, MADV_POPULATE_WRITE)
+        if not self._wants_huge:
+            start, end = offset, offset + num_bytes if self._fill_cpus else offset
+        if end > start and num_bytes <= available_memory_bytes():
+            if self._wants_huge:
+                self._advise(start, end - start, MADV_HUGEPAGE)
+            fill(self._segment.address + start, end - start, self._fill_cpus)
             held_bytes = end - start  # or a little less: this is only what need not be free now
         self._segment.allocate(offset, num_bytes, held_bytes=held_bytes)
 
@@ -160,29 +173,43 @@ class ArenaEntry:
 class HostArena:
     """See the module. Owns its segment."""
 
-    def __init__(self, segment: Segment, *, is_elastic: bool, in_sections: bool = False) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        is_elastic: bool,
+        in_sections: bool = False,
+        fill_cpus: tuple[int, ...] = (),
+    ) -> None:
         """``segment`` is sparse; ``is_elastic``: memory is allocated and returned per adapter.
 
         ``in_sections``: there is no place before ``take_section``. Raises ``SpaceError``.
         """
         self.segment = segment
-        self._pages = ArenaPages(segment, is_elastic=is_elastic, in_sections=in_sections)
+        self._pages = ArenaPages(segment, is_elastic=is_elastic, in_sections=in_sections, fill_cpus=fill_cpus)
         self._entries: dict[int, ArenaEntry] = {}
         self._leaving: list[ArenaEntry] = []  # evicted, and still referenced
         self._lock = threading.Lock()
 
     @classmethod
     def create(
-        cls, num_bytes: int, *, is_elastic: bool, in_sections: bool = False, backing: Backing = "auto"
+        cls,
+        num_bytes: int,
+        *,
+        is_elastic: bool,
+        in_sections: bool = False,
+        fill_cpus: tuple[int, ...] = (),
+        backing: Backing = "auto",
     ) -> Self:
         """Make an arena of ``num_bytes`` of memory, or of addresses if it is elastic or in sections.
 
+        ``fill_cpus``: of threads that share the allocation of large ranges; () = there are none.
         Raises ``SpaceError`` if the machine has too little memory.
         """
         rounded_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         segment = Segment.create(rounded_bytes, kind=KIND, backing=backing, is_sparse=True)
         try:
-            return cls(segment, is_elastic=is_elastic, in_sections=in_sections)
+            return cls(segment, is_elastic=is_elastic, in_sections=in_sections, fill_cpus=fill_cpus)
         except BaseException:
             segment.close()
             raise

@@ -3,6 +3,7 @@
 It affects only speed: if the kernel refuses, this is logged and ignored.
 """
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -10,6 +11,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 _LOG = logging.getLogger(__name__)
@@ -17,6 +19,7 @@ _LOG = logging.getLogger(__name__)
 HUGE_PAGE_BYTES = 2 << 20
 MADV_DONTNEED, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE = 4, 14, 15, 23  # Linux's
 _FILLED_AT_ONCE = 8 * HUGE_PAGE_BYTES
+_FILLED_BY_THREAD = 32 * HUGE_PAGE_BYTES
 
 
 def advise(address: int, num_bytes: int, advice: int) -> None:
@@ -29,6 +32,32 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
         number = ctypes.get_errno()
         name = errno.errorcode.get(number, str(number))
         _LOG.debug("madvise(%d) of %d bytes: %s: %s", advice, num_bytes, name, os.strerror(number))
+
+
+def fill(address: int, num_bytes: int, cpus: Sequence[int]) -> None:
+    """Have the kernel allocate memory that starts with a page; what is there already is kept.
+
+    Threads on ``cpus`` share a large range, because one thread clears a GiB in 0.2 to 3.5 s.
+    """
+    starts = list(reversed(range(0, num_bytes, _FILLED_BY_THREAD)))
+    if len(starts) <= 1 or not cpus:
+        advise(address, num_bytes, MADV_POPULATE_WRITE)
+        return
+
+    def run(cpu: int) -> None:
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setaffinity(0, {cpu})  # of this thread
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                start = starts.pop()
+                num_here = min(_FILLED_BY_THREAD, num_bytes - start)
+                advise(address + start, num_here, MADV_POPULATE_WRITE)
+
+    threads = [threading.Thread(target=run, args=(cpu,), name="corun-fill") for cpu in cpus]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class PagesAhead:

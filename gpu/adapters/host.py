@@ -59,6 +59,7 @@ class ArenaSize:
     is_device_memory: bool = False  # kernels read the arena itself
     pages: DevicePages | None = None  # target of copies; None = memory is allocated per adapter
     sections: HostSections | None = None  # shared with KV; None = the arena has all its memory
+    fill_cpus: tuple[int, ...] = ()  # see ``HostArena.create``
 
 
 class HostAdapters:
@@ -94,7 +95,9 @@ class HostAdapters:
             section_bytes = size.num_bytes if size.sections is None else size.sections.section_bytes
             self._copier = AdapterCopier(device, where, layout, backend.layout, size.pages, section_bytes)
         in_sections = size.sections is not None
-        arena = HostArena.create(size.num_bytes, is_elastic=size.is_elastic, in_sections=in_sections)
+        arena = HostArena.create(
+            size.num_bytes, is_elastic=size.is_elastic, in_sections=in_sections, fill_cpus=size.fill_cpus
+        )
         try:
             self.store = AdapterStore(arena, layout, open_source, device, size.sections)
         except BaseException:

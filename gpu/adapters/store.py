@@ -251,8 +251,11 @@ class AdapterStore:
         self._open = open_source
         self._memory = device.register(arena.segment.pages, name="adapters", in_parts=sections is not None)
         self._section_bytes = 0 if sections is None else sections.section_bytes
-        for section in range(0 if sections is None else sections.num_adapter_sections):
-            self.take_section(section)
+        if sections is not None:
+            # Allocated at once, which threads share, and pinned one by one.
+            arena.take_section(0, sections.num_adapter_sections * self._section_bytes)
+            for section in range(sections.num_adapter_sections):
+                self._memory.pin(section * self._section_bytes, self._section_bytes)
         self._bytes: torch.Tensor | None = self._memory.tensor(0, (arena.segment.num_bytes,), torch.uint8)
         self._contents: dict[str, ContentDigest] = {}  # of adapters that were read
         self._headers: dict[str, FileHeader] = {}  # of adapters that no load has read yet

@@ -2,7 +2,8 @@
 
 The memory is private: no other process reads KV. So it is an anonymous mapping, which /dev/shm does
 not limit and which is freed with the process, however that ends. On the CPU a slot's memory is
-allocated when the slot is first written; CUDA pins it section by section.
+allocated when the slot is first written; on CUDA threads allocate it at once, and it is pinned
+section by section.
 """
 
 import logging
@@ -14,6 +15,7 @@ import torch
 from ...runtime.errors import ResourceError
 from ...runtime.memory.host_budget import HostSections
 from ...shm.backing import available_memory_bytes
+from ...shm.huge_pages import fill
 from ..device.base import DeviceError, DeviceTimeoutError, Stream
 from ..device.host_memory import HostMemory, TorchDevice
 from ..device.huge_pages import advise_huge_pages
@@ -36,6 +38,7 @@ class HostKv:
         block_bytes: int,
         *,
         watch_cpus: tuple[int, ...] = (),
+        fill_cpus: tuple[int, ...] = (),
     ) -> None:
         """Allocate the first sections and make the streams; before the device's first operation.
 
@@ -44,6 +47,8 @@ class HostKv:
             sections: The sections, shared with adapters.
             block_bytes: The size of a block, from ``KvLayout``.
             watch_cpus: Cores of the thread that polls copies; () = those of the caller.
+            fill_cpus: Cores of threads that allocate the first sections before they are pinned;
+                () = nothing is allocated before.
 
         Raises:
             ResourceError: The machine has too little memory, or the device refuses it.
@@ -57,7 +62,7 @@ class HostKv:
         self.to_host = device.stream("KV to host")
         self.compute: Stream | None = None  # see ``set_compute_stream``
         self._memory: HostMemory | None = None
-        self._mapping = self._allocate()
+        self._mapping = self._allocate(fill_cpus)
 
     def set_compute_stream(self, compute: Stream) -> None:
         """Set the stream on which kernels use the blocks, if steps end before their kernels do."""
@@ -108,7 +113,7 @@ class HostKv:
         section, index = divmod(slot, self.sections.slots_per_section)
         return section * self.sections.section_bytes + index * self.block_bytes
 
-    def _allocate(self) -> mmap.mmap:
+    def _allocate(self, fill_cpus: tuple[int, ...]) -> mmap.mmap:
         """Map addresses for all sections, and register the first ones."""
         sections = self.sections
         num_bytes = sections.num_kv_sections * sections.section_bytes
@@ -123,6 +128,8 @@ class HostKv:
             mapping.madvise(mmap.MADV_DONTFORK)
             advise_huge_pages(mapping)
             self._memory = self.device.register(memoryview(mapping), name="KV blocks", in_parts=True)
+            if fill_cpus:
+                fill(self._memory.address, num_bytes, fill_cpus)
             for section in range(sections.num_kv_sections):
                 self.take_section(section)
         except (OSError, DeviceError) as error:

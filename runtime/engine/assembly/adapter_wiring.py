@@ -67,8 +67,9 @@ def make_host_adapters(
     arena: ArenaPlan,
     pages: "DevicePages | None",
     profile: "Profile | None",
+    fill_cpus: tuple[int, ...] = (),
 ) -> "HostAdapters":
-    """Make the arena and its loader from PEFT directories. ``pages``: see ``ArenaSize``."""
+    """Make the arena and its loader from PEFT directories. ``pages``, ``fill_cpus``: see ``ArenaSize``."""
     from ....gpu.adapters.host import ArenaSize, one_group
     from ....gpu.execution import assemble
     from ....gpu.model.base_weights import StoredBaseWeights
@@ -99,7 +100,8 @@ def make_host_adapters(
             return open_directory(path)
         return open_mix(path, open_directory, config.max_lora_rank)
 
-    size = ArenaSize(arena.num_bytes, arena.is_elastic, arena.idle_bytes is not None, pages, arena.sections)
+    is_device_memory = arena.idle_bytes is not None
+    size = ArenaSize(arena.num_bytes, arena.is_elastic, is_device_memory, pages, arena.sections, fill_cpus)
     group_layers: GroupLayers = one_group
     if profile is not None:
         from .coexecution import layer_grouper

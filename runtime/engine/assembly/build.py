@@ -423,15 +423,16 @@ def _connect(
     defaults = read_generation_defaults(given.source, loaded.config, given.tokens.eos_token_id)
     fingerprint = model_fingerprint(given.source, loaded.config, loaded.weights.label)
     profile, cpus = measured.profile, placement.background_cpus
+    fill_cpus = _fill_cpus(loaded, placement, arena, on_progress)
     with contextlib.ExitStack() as undo:
         undo.callback(loaded.close)
         has_pages = memory.num_pages is not None
         pages = assemble.device_pages(runner, config.max_lora_rank) if has_pages else None
-        host = make_host_adapters(config, loaded, arena, pages, profile)
+        host = make_host_adapters(config, loaded, arena, pages, profile, fill_cpus)
         undo.callback(host.close)
         manager = make_manager(config, host, given.tokens, cpus)
         undo.callback(manager.close)
-        host_kv = _host_kv(loaded, memory, cpus, undo)
+        host_kv = _host_kv(loaded, memory, cpus, fill_cpus, undo)
         coexecution = _coexecution(config, loaded, host, placement, profile, on_progress, host_kv)
         if coexecution is not None:
             undo.callback(coexecution.close)
@@ -465,6 +466,16 @@ def _connect(
         return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
 
 
+def _fill_cpus(
+    loaded: "LoadedModel", placement: Placement, arena: ArenaPlan, on_progress: Callable[[str], None]
+) -> tuple[int, ...]:
+    """Report the host memory that CUDA pins; return the CPUs of threads that allocate it before."""
+    if loaded.model.device.type != "cuda":
+        return ()
+    on_progress(f"pinning {arena.num_bytes / _GIB:.3g} GiB of host memory (--host-bytes)")
+    return placement.plan.worker_cpus  # near the device, and idle until workers start
+
+
 def _coexecution(
     config: EngineConfig,
     loaded: "LoadedModel",
@@ -483,7 +494,11 @@ def _coexecution(
 
 
 def _host_kv(
-    loaded: "LoadedModel", memory: MemoryPlan, cpus: tuple[int, ...], undo: contextlib.ExitStack
+    loaded: "LoadedModel",
+    memory: MemoryPlan,
+    cpus: tuple[int, ...],
+    fill_cpus: tuple[int, ...],
+    undo: contextlib.ExitStack,
 ) -> "HostKv | None":
     """Allocate KV on the host, before the device's first operation; ``undo`` closes it."""
     sections = memory.host_sections
@@ -491,7 +506,7 @@ def _host_kv(
         return None
     from ....gpu.kv.host import HostKv
 
-    host_kv = HostKv(loaded.device, sections, loaded.layout.block_bytes, watch_cpus=cpus)
+    host_kv = HostKv(loaded.device, sections, loaded.layout.block_bytes, watch_cpus=cpus, fill_cpus=fill_cpus)
     undo.callback(host_kv.close)
     return host_kv
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from .... import __version__
 from ....profiles.busy import busy_reasons
 from ....profiles.find import default_path, find_or_measure, find_saved, state_directory
-from ....profiles.meter import OnReport
+from ....profiles.meter import OnReport, Report
 from ....profiles.profile import Machine, Profile, ProfileError, Settings, Subject, check_fits
 from ...config.demo import with_demo
 from ...config.engine import EngineConfig
@@ -127,7 +127,15 @@ def profile_for(
 
         def measure() -> Profile:
             on_progress("measuring this machine with the model")
-            listener = ProfileListener(_LOG.info, _log_estimate, lambda _: None)
+            said = ""
+
+            def report(report: Report) -> None:
+                nonlocal said
+                if report.what != said:
+                    said = report.what
+                    on_progress(f"measuring {said}; about {report.left_s:.0f} s left")
+
+            listener = ProfileListener(on_progress, _log_estimate, report)
             return _measure(config, loaded, placement, subject, None, listener)
 
         return find_or_measure(subject, given, _directory(), measure, datetime.now(UTC))
@@ -235,6 +243,7 @@ def _measure(
     finally:
         device.close()
     check_fits(profile)
+    listener.on_progress("measuring the engine's own time around steps")
     return _with_turns(config, loaded, placement, profile)
 
 
