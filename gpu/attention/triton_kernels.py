@@ -39,10 +39,15 @@ def write_kv_kernel(
     KEY_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr,
 ) -> None:
-    """Copy one token's key and value of one KV head to its slot; grid (tokens, kv_heads)."""
+    """Copy one token's key and value of one KV head to its slot; grid (tokens, kv_heads).
+
+    A token with a slot below 0 has none, and nothing is written.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     dims = tl.arange(0, KEY_PAD)

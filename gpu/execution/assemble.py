@@ -50,7 +50,9 @@ from ..model.quantized_modules import QuantizedModules
 from ..model.rope import guard_longrope, rope_max_length, rope_recompute_length
 from ..model.source import ModelSource, load_config
 from ..model.targets import build_target_map, record_calls, with_calls
-from ..replay.decode_graphs import OFF, select_decode_graphs
+from ..replay.capture import CpuGraphs
+from ..replay.cuda_graphs import CudaGraphs, StreamRecorder
+from ..replay.decode_graphs import OFF, GraphDevice, select_decode_graphs
 from .adaptive_threads import AdaptiveThreads
 from .draws import warm_up_draws
 from .executor import AdapterFetch, DeviceExecutor
@@ -303,7 +305,7 @@ def equip(
         attention_backend=attention_backend,
         linear_backend_name=make_linear.name,
         fused_kernels_name=fused_kernels_name,
-        decode_graphs=select_decode_graphs(config.decode_graphs, names),
+        decode_graphs=select_decode_graphs(config.decode_graphs, names, where.type),
         weights=weights,
         max_exact_len=least(rope_max_length(model), record.max_chunk_len),
         max_step_tokens=max_tokens,
@@ -422,9 +424,15 @@ def make_runner(loaded: LoadedModel, num_blocks: int) -> ModelRunner:
     """Allocate the KV pool and connect the model to it."""
     pool = KvPool(loaded.layout, num_blocks, loaded.model.device)
     loaded.hook.attach(loaded.attention_backend, pool)
-    return ModelRunner(
-        loaded.model, loaded.context, pool, loaded.lora_backend, with_graphs=loaded.decode_graphs != OFF
-    )
+    graph_device = None if loaded.decode_graphs == OFF else _graph_device(loaded)
+    return ModelRunner(loaded.model, loaded.context, pool, loaded.lora_backend, graph_device=graph_device)
+
+
+def _graph_device(loaded: LoadedModel) -> GraphDevice:
+    device = loaded.model.device
+    if device.type == "cpu":
+        return CpuGraphs()
+    return CudaGraphs(loaded.lora_backend, StreamRecorder(device))
 
 
 def device_pages(runner: ModelRunner, max_rank: int) -> DevicePages:

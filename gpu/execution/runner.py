@@ -13,7 +13,7 @@ from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
 from ..model.kv_pool import KvPool
 from ..model.probe import ProbeRow
-from ..replay.decode_graphs import DecodeGraphs, RunPass
+from ..replay.decode_graphs import DecodeGraphs, GraphDevice, RunPass
 
 
 class ModelRunner:
@@ -29,16 +29,16 @@ class ModelRunner:
         pool: KvPool,
         lora_backend: LoraBackend | None = None,
         *,
-        with_graphs: bool = False,
+        graph_device: GraphDevice | None = None,
     ) -> None:
-        """``with_graphs``: replay decode passes; the back ends must support it."""
+        """``graph_device``: captures decode passes; the back ends must support it."""
         self.model = model
         self.pool = pool
         self.device = model.device
         self.block_size = pool.layout.block_size
         self._context = context
         self._lora_backend = lora_backend
-        self.graphs = DecodeGraphs(self._run_modules) if with_graphs else None
+        self.graphs = None if graph_device is None else DecodeGraphs(self._run_modules, graph_device)
 
     @property
     def progress(self) -> WorkProgress:
@@ -136,6 +136,7 @@ class ModelRunner:
         metadata: PassMetadata,
     ) -> torch.Tensor:
         """See ``RunPass``; the modules read the pass from their shared context."""
+        self._context.attention, self._context.deltas = metadata.attention, metadata.deltas
         out = self.model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=logit_indices
         )

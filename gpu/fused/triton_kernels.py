@@ -185,6 +185,7 @@ def rotate_kernel(
 ) -> None:
     """Norm and rotate queries and keys; write keys and values to their slots of the pool.
 
+    A token with a slot below 0 has none, and its key and value are not written.
     Grid (tokens, tiles of query heads + tiles of key heads). Strides of query, key, value, cos
     and sin are multiples of ALIGNMENT.
     """
@@ -242,6 +243,7 @@ def rotate_kernel(
     slot = token
     if IS_PAGED:
         slot = tl.load(slot_mapping + token)
+        head_ok = head_ok & (slot >= 0)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     places = block * key_stride_block + offset * DIM + head.to(tl.int64) * key_stride_kv_head
     targets = key_out + places[:, None] + dim[None, :]

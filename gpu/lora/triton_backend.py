@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..forward.batch import LoraBatch
+from ..forward.launcher import current_launcher
 from .base import PackedLora
 from .matrix_layout import ROWS, MatrixLayout
 from .table import LoraTable
@@ -108,7 +109,7 @@ class TritonLora:
     ) -> None:
         """Write hidden = scaling * x A^T of all targets."""
         group_size, rank_stride, split_stride = sizes
-        hidden = self._scratch(tiles.num_splits * split_stride)
+        hidden = current_launcher().keep_alive(self._scratch(tiles.num_splits * split_stride))
         table = self.table
         token_tiles = -(-batch.max_piece_tokens // tiles.tokens)
         rank_tiles = -(-batch.max_rank // tiles.ranks)

@@ -19,13 +19,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..forward.batch import PassMetadata
+from ..forward.kernel_threads import num_kernel_threads
 from ..forward.launcher import Launcher, launching
 from ..fused import residual
 from .captured_pass import Callback, CapturedPass, KernelCalls, Part, TorchOperation
+from .decode_graphs import DeltaSource, Kind, RunPass
 from .replay_kernel import LETTERS, SIGNATURES
 
 Thing = TypeVar("Thing")
 
+# Tokens of a pass. With more, Python takes a small part of the time, and each graph needs memory.
+_MAX_TOKENS = 32
 _CACHE_LINE_BYTES = 64
 _NOT_REPEATABLE = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
@@ -222,6 +226,36 @@ def capture_pass(
     with launching(capture), _WatchReads(capture), _Watch(capture):
         logits = run(input_ids, position_ids)
     return logits, capture.end(input_ids, position_ids, logits)
+
+
+class CpuGraphs:
+    """Implements ``GraphDevice`` for the CPU."""
+
+    def kind(self, num_tokens: int, metadata: PassMetadata) -> Kind | None:
+        """By tokens, threads of the kernels and ``PassMetadata.outside``."""
+        if num_tokens > _MAX_TOKENS:
+            return None
+        return (num_tokens, num_kernel_threads(), metadata.outside), DeltaSource.of(metadata)
+
+    def capture(
+        self,
+        run_modules: RunPass,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_indices: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> tuple[torch.Tensor, CapturedPass | str]:
+        """See ``GraphDevice``."""
+        return capture_pass(
+            lambda ids, positions: run_modules(ids, positions, logit_indices, metadata),
+            input_ids,
+            position_ids,
+        )
+
+    def difference(self, replayed: torch.Tensor, expected: torch.Tensor) -> str | None:
+        """None if all bits are equal."""
+        is_same = torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8))
+        return None if is_same else ""
 
 
 def _is_of_tensors(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ..forward.batch import PassMetadata
+from .decode_graphs import RunPass
 from .replay_kernel import replay
 
 
@@ -92,3 +93,14 @@ class CapturedPass:
         for part in self.parts:
             part.run()
         return self.logits
+
+    def compute(
+        self,
+        run_modules: RunPass,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_indices: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> torch.Tensor:
+        """See ``Graph``."""
+        return run_modules(input_ids, position_ids, logit_indices, metadata)

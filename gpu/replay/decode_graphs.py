@@ -1,13 +1,13 @@
 """Replays captured decode passes, instead of running the model's modules again.
 
 A decode pass with the same number of rows repeats the same computation on other numbers. For a
-small model Python takes a quarter of the time. A graph is captured when a number of rows occurs for
-the second time, and replayed only after it has given the same bits as the modules, for inputs other
-than those of the capture.
+small model on the CPU Python takes a quarter of the time; on a GPU it takes several times as long
+as the device. A graph is captured when a kind of pass occurs for the second time, and replayed only
+after it has given the logits of the modules, for inputs other than those of the capture.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol, Self
@@ -15,16 +15,10 @@ from typing import Protocol, Self
 import torch
 
 from ..forward.batch import PassMetadata
-from ..forward.kernel_threads import num_kernel_threads
 from ..fused import residual
-from .capture import capture_pass
-from .captured_pass import CapturedPass
 from .replay_kernel import replay
 
 _LOG = logging.getLogger(__name__)
-
-# Tokens of a pass. With more, Python takes a small part of the time, and each graph needs memory.
-_MAX_TOKENS = 32
 
 
 class RunPass(Protocol):
@@ -40,7 +34,9 @@ class RunPass(Protocol):
         """Return the logits [1, len(logit_indices), vocabulary]; the next pass may change them."""
 
 
-class _Deltas(Enum):
+class DeltaSource(Enum):
+    """Where the deltas of a pass come from."""
+
     NONE = auto()
     RESIDENT = auto()  # of adapters on the device: their kernels are in the graph
     SCALED = auto()  # the same, and some adapters have factors
@@ -55,8 +51,47 @@ class _Deltas(Enum):
         return cls.SCALED if metadata.deltas.has_factors else cls.RESIDENT
 
 
-# Tokens, threads of the kernels, ``PassMetadata.outside``, source of the deltas.
-_Kind = tuple[int, int, tuple[bool, bool, int], _Deltas]
+class Graph(Protocol):
+    """A captured pass; the tensors that its methods return may change with the next pass."""
+
+    def replay(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, metadata: PassMetadata
+    ) -> torch.Tensor:
+        """Compute the pass on other inputs of its kind; see ``RunPass``."""
+
+    def compute(
+        self,
+        run_modules: RunPass,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_indices: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> torch.Tensor:
+        """Compute the same by the modules, with tensors of the shapes that the graph has."""
+
+
+# What decides which graph a pass needs, and last where its deltas come from.
+Kind = tuple[Hashable, DeltaSource]
+
+
+class GraphDevice(Protocol):
+    """Captures passes on a device."""
+
+    def kind(self, num_tokens: int, metadata: PassMetadata) -> Kind | None:
+        """The kind of a decode pass; None = it is not captured."""
+
+    def capture(
+        self,
+        run_modules: RunPass,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_indices: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> tuple[torch.Tensor, Graph | str]:
+        """Run a pass once and capture it: its logits, and the reason if there is no graph."""
+
+    def difference(self, replayed: torch.Tensor, expected: torch.Tensor) -> str | None:
+        """How the logits of a replay differ from the modules', if they may not; else None."""
 
 
 @dataclass(slots=True)
@@ -64,9 +99,10 @@ class DecodeGraphs:
     """Replaces ``run_modules``; one thread at a time."""
 
     run_modules: RunPass
-    _met: set[_Kind] = field(default_factory=set)
-    _captured: dict[_Kind, CapturedPass] = field(default_factory=dict)  # not yet verified
-    _verified: dict[_Kind, CapturedPass] = field(default_factory=dict)
+    device: GraphDevice
+    _met: set[Kind] = field(default_factory=set)
+    _captured: dict[Kind, Graph] = field(default_factory=dict)  # not yet verified
+    _verified: dict[Kind, Graph] = field(default_factory=dict)
     _is_off: bool = False
 
     @property
@@ -83,45 +119,42 @@ class DecodeGraphs:
     ) -> torch.Tensor:
         num_tokens = input_ids.shape[1]
         is_decode = metadata.attention.max_query_len == 1 and len(logit_indices) == num_tokens
-        if self._is_off or not is_decode or num_tokens > _MAX_TOKENS:
+        kind = self.device.kind(num_tokens, metadata) if is_decode and not self._is_off else None
+        if kind is None:
             return self.run_modules(input_ids, position_ids, logit_indices, metadata)
-        kind = (num_tokens, num_kernel_threads(), metadata.outside, _Deltas.of(metadata))
         graph = self._verified.get(kind)
         if graph is not None:
             return graph.replay(input_ids, position_ids, metadata)
         if self._may_capture(kind):
             return self._capture(kind, input_ids, position_ids, logit_indices, metadata)
-        logits = self.run_modules(input_ids, position_ids, logit_indices, metadata)
         if kind in self._captured:
-            self._verify(kind, logits, input_ids, position_ids, metadata)
+            return self._verify(kind, input_ids, position_ids, logit_indices, metadata)
         self._met.add(kind)
-        return logits
+        return self.run_modules(input_ids, position_ids, logit_indices, metadata)
 
-    def _may_capture(self, kind: _Kind) -> bool:
-        *size, deltas = kind
-        if deltas is _Deltas.OTHER:
+    def _may_capture(self, kind: Kind) -> bool:
+        size, deltas = kind
+        if deltas is DeltaSource.OTHER:
             # Such a pass cannot be computed twice for a check. Except for the deltas it equals one
             # that was checked.
-            return any((*size, known) in self._verified for known in _Deltas)
+            return any((size, known) in self._verified for known in DeltaSource)
         return kind in self._met and kind not in self._captured
 
     def _capture(
         self,
-        kind: _Kind,
+        kind: Kind,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         logit_indices: torch.Tensor,
         metadata: PassMetadata,
     ) -> torch.Tensor:
         """Run the modules and record their computations."""
-        logits, graph = capture_pass(
-            lambda ids, positions: self.run_modules(ids, positions, logit_indices, metadata),
-            input_ids,
-            position_ids,
+        logits, graph = self.device.capture(
+            self.run_modules, input_ids, position_ids, logit_indices, metadata
         )
         if isinstance(graph, str):
             self._turn_off(graph)
-        elif kind[-1] is _Deltas.OTHER:
+        elif kind[-1] is DeltaSource.OTHER:
             self._verified[kind] = graph
         else:
             self._captured[kind] = graph
@@ -129,20 +162,25 @@ class DecodeGraphs:
 
     def _verify(
         self,
-        kind: _Kind,
-        expected: torch.Tensor,
+        kind: Kind,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
+        logit_indices: torch.Tensor,
         metadata: PassMetadata,
-    ) -> None:
-        """Compute the pass again from the graph: it writes the same keys and values."""
+    ) -> torch.Tensor:
+        """Compute a pass by the modules and from the graph: both write the same keys and values."""
         graph = self._captured.pop(kind)
-        replayed = graph.replay(input_ids, position_ids, metadata)
-        if torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8)):
+        expected = graph.compute(self.run_modules, input_ids, position_ids, logit_indices, metadata)
+        difference = self.device.difference(graph.replay(input_ids, position_ids, metadata), expected)
+        if difference is None:
             self._verified[kind] = graph
             _LOG.debug("decode graphs: passes of %d tokens are replayed", input_ids.shape[1])
-            return
-        self._turn_off(f"a replay of {input_ids.shape[1]} tokens gave other logits; please report this model")
+        else:
+            self._turn_off(
+                f"a replay of {input_ids.shape[1]} tokens gave other logits{difference}; "
+                "please report this model"
+            )
+        return expected
 
     def _turn_off(self, reason: str) -> None:
         """Turn replays off permanently, with a warning, because the start announced them."""
@@ -156,21 +194,23 @@ _KERNELS = ("attention", "LoRA")
 OFF, ONCE_VERIFIED = "off", "once verified"
 
 
-def select_decode_graphs(name: str, backend_names: Mapping[str, str]) -> str:
+def select_decode_graphs(name: str, backend_names: Mapping[str, str], device_type: str) -> str:
     """Whether decode passes may be replayed; returns ``OFF`` or ``ONCE_VERIFIED``, for logs.
 
     Which passes can be replayed is known only when they are captured, while requests run.
 
     ``backend_names``: by part. All parts not computed by torch must be kernels that are called
-    through the launcher.
+    through the launcher, or that a stream of CUDA takes.
     """
-    others = [f"{what} {backend_names[what]}" for what in _KERNELS if backend_names[what] != "numba"]
+    wanted = "triton" if device_type == "cuda" else "numba"
+    others = [f"{what} {backend_names[what]}" for what in _KERNELS if backend_names[what] != wanted]
     if name == "off":
         others = ["configured"]
     if others:
         _LOG.info("decode graphs: off (%s)", ", ".join(others))
         return OFF
-    # A capture compiles these in addition to the kernels in use; at start no token waits for it.
-    replay(0, 0)
-    residual.compile_kernel()
+    if device_type == "cpu":
+        # A capture compiles these in addition to the kernels in use; at start no token waits for it.
+        replay(0, 0)
+        residual.compile_kernel()
     return ONCE_VERIFIED

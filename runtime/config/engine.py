@@ -303,8 +303,8 @@ class EngineConfig:
     decode_graphs: str = option(
         "auto",
         choices=DECODE_GRAPHS,
-        help="Replay captured decode steps on the CPU instead of running the model's modules; "
-        "auto = once a replay has given bit-identical logits.",
+        help="Replay captured decode steps instead of running the model's modules; auto = once a replay "
+        "has given the logits of the modules, on the CPU to the bit.",
         commands=_PROFILE,
     )
     cpu_isa: str = option(

@@ -1,117 +1,18 @@
 """Replayed decode passes give the modules' own bits, and others are not replayed."""
 
 import logging
-import random
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from corun.gpu.execution import assemble
 from corun.gpu.execution.runner import ModelRunner
 from corun.gpu.forward.batch import DeltaPass
 from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
-from corun.gpu.forward.lower import BlockTables, ForwardInputs, PackedRows, lower
 from corun.gpu.lora.deltas import ResidentDeltas
-from corun.gpu.lora.table import DeviceAdapter
 from corun.gpu.replay.decode_graphs import DecodeGraphs
-from corun.runtime.config.engine import EngineConfig
 from support.architectures import ARCHITECTURES, save_model
-from support.executor_device import load_tiny
-
-_BLOCK_SIZE = 4
-_MAX_BLOCKS = 12  # of a request
-_NUM_REQUESTS = 8
-_VOCAB_SIZE = 96
-
-
-@dataclass
-class Request:
-    """Where a request stands."""
-
-    number: int
-    table_row: int = -1  # of its adapter, -1 = none
-    rank: int = 0
-    tokens: list[int] = field(default_factory=list)
-
-
-class DecodePasses:
-    """Runs passes of random tokens; two run the same."""
-
-    def __init__(self, directory: Path, *, dtype: str, decode_graphs: str = "auto") -> None:
-        options: dict[str, Any] = {"block_size": _BLOCK_SIZE, "decode_graphs": decode_graphs}
-        self.loaded = load_tiny(EngineConfig(model=str(directory), device="cpu", dtype=dtype, **options))
-        self.runner = assemble.make_runner(self.loaded, _NUM_REQUESTS * _MAX_BLOCKS)
-        self._rng = random.Random(0)
-        self._generator = torch.Generator().manual_seed(0)
-
-    def close(self) -> None:
-        self.runner.close()
-        self.loaded.close()
-
-    def add_adapter(self, rank: int, *, every: int = 1, is_inside: bool = False) -> int:
-        """An adapter of random weights on every n-th target; returns its row in the table."""
-        target_map = self.loaded.target_map
-        targets = (target_map.inside if is_inside else target_map.targets)[::every]
-        return self.loaded.lora_table.add(
-            DeviceAdapter(
-                {
-                    target.index: self.loaded.lora_backend.pack(
-                        torch.randn(rank, target.in_features, generator=self._generator) / 8,
-                        torch.randn(target.out_features, rank, generator=self._generator) / 8,
-                        1.0,
-                    )
-                    for target in targets
-                }
-            )
-        )
-
-    def start(self, number: int, table_row: int = -1, rank: int = 0, prompt: int = 7) -> Request:
-        """Compute the prompt of a request."""
-        request = Request(number, table_row, rank)
-        request.tokens = [self._rng.randrange(3, _VOCAB_SIZE) for _ in range(prompt)]
-        inputs = self._inputs([request], [prompt])
-        self.runner.forward(inputs)
-        return request
-
-    def decode(self, requests: list[Request]) -> torch.Tensor:
-        """One more token of each; the logits [requests, vocabulary]."""
-        inputs = self.decode_inputs(requests)
-        return self.runner.forward(inputs)
-
-    def decode_asking(self, requests: list[Request]) -> tuple["AskedPass", torch.Tensor]:
-        """The same with deltas added by another pass object."""
-        inputs = self.decode_inputs(requests)
-        assert inputs.lora is not None
-        deltas = AskedPass(ResidentDeltas(self.loaded.lora_backend, inputs.lora))
-        return deltas, self.runner.forward(inputs, deltas)
-
-    def decode_inputs(self, requests: list[Request]) -> ForwardInputs:
-        """Inputs of one more token of each."""
-        for request in requests:
-            request.tokens.append(self._rng.randrange(3, _VOCAB_SIZE))
-        return self._inputs(requests, [1] * len(requests))
-
-    def _inputs(self, requests: list[Request], num_tokens: list[int]) -> ForwardInputs:
-        # Every second block, so that tables are not contiguous.
-        tables = [
-            (np.arange(_MAX_BLOCKS, dtype=np.int32) * _NUM_REQUESTS + request.number) for request in requests
-        ]
-        spans = list(zip(requests, num_tokens, strict=True))
-        rows = PackedRows(
-            token_ids=np.concatenate([np.array(r.tokens[-num:], np.int64) for r, num in spans]),
-            starts=np.array([len(r.tokens) - num for r, num in spans], np.int64),
-            num_tokens=np.array(num_tokens, np.int64),
-            block_tables=BlockTables(np.stack(tables), torch.device("cpu")),
-            slots=np.arange(len(requests)),
-            known_lens=tuple(len(r.tokens) for r in requests),
-            table_rows=tuple(r.table_row for r in requests),
-            ranks=tuple(r.rank for r in requests),
-        )
-        return lower(rows, _BLOCK_SIZE, torch.device("cpu"))
+from support.decode_passes import DecodePasses
 
 
 class AskedPass:
@@ -267,9 +168,11 @@ def test_deltas_of_others_are_asked_for_in_every_replay(llama: Pair) -> None:
         asked = []
         logits = []
         for passes, requests in zip(llama.both, llama.requests, strict=True):
-            one, values = passes.decode_asking([requests[0], requests[1]])
-            asked.append(one.num_asked)
-            logits.append(values)
+            inputs = passes.decode_inputs([requests[0], requests[1]])
+            assert inputs.lora is not None
+            deltas = AskedPass(ResidentDeltas(passes.loaded.lora_backend, inputs.lora))
+            logits.append(passes.runner.forward(inputs, deltas))
+            asked.append(deltas.num_asked)
         assert torch.equal(*logits)
         assert asked[0] == asked[1] > 0
 
