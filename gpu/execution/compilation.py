@@ -37,8 +37,14 @@ class _Reporter(numba_events.Listener):  # type: ignore[misc]  # numba has no ty
         self._on_progress = on_progress
         self._open = threading.local()
         self._reported: set[str] = set()
+        self._stage = ""  # of the start, in which kernels are compiled
         self.num_compiled = 0
         self.total_s = 0.0
+
+    def begin_stage(self, text: str) -> None:
+        """Report what is done from now on."""
+        self._stage = text
+        self._on_progress(text)
 
     def on_start(self, event: Any) -> None:
         open_starts = self._open.__dict__.setdefault("starts", [])
@@ -62,6 +68,8 @@ class _Reporter(numba_events.Listener):  # type: ignore[misc]  # numba has no ty
         self.total_s += seconds
         if seconds >= _REPORTED_S:
             self._on_progress(f"compiled {name.strip('_')} in {seconds:.1f} s")
+            if self._stage:  # which goes on
+                self._on_progress(self._stage)
 
     def on_triton(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         """Called when Triton has compiled a kernel, or found it in its cache; times are in us."""
@@ -74,11 +82,14 @@ def _group_of(module: str) -> str | None:
 
 
 @contextmanager
-def compilation_reported(on_progress: Callable[[str], None]) -> Iterator[None]:
-    """Report compilations inside as they start, and finally the number of kernels and the time."""
+def compilation_reported(on_progress: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Report compilations inside as they start, and finally the number of kernels and the time.
+
+    Yields a function that reports a stage of the start, again after a kernel that took long.
+    """
     reporter = _Reporter(on_progress)
     with numba_events.install_listener("numba:compile", reporter), _triton_reports(reporter):
-        yield
+        yield reporter.begin_stage
     if reporter.num_compiled:
         kept = "they are kept for the next start"
         if why_code_is_not_kept() is not None:

@@ -241,8 +241,8 @@ def build_engine(
             from ....gpu.without_compiler import without_compiler
 
         alone = without_compiler(kept_directory()) if own_process else contextlib.nullcontext()
-        with compilation_reported(on_progress), alone:
-            built = _build(config, on_progress, own_policies, own_process=own_process)
+        with compilation_reported(on_progress) as begin_stage, alone:
+            built = _build(config, begin_stage, own_policies, own_process=own_process)
     if own_process:
         keep_living()
         give_back_unused()

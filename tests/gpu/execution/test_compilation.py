@@ -79,6 +79,16 @@ def test_kernels_that_take_long_get_a_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert said[0].startswith("compiled kernel in ")
 
 
+def test_the_stage_goes_on_after_a_kernel_that_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "_REPORTED_S", 0.0)
+    said: list[str] = []
+    with compilation_reported(said.append) as begin_stage:
+        begin_stage("quantising")
+        assert numba.njit(lambda x: x + 4)(1) == 5
+    assert said[0] == said[2] == "quantising"
+    assert said[1].startswith("compiled ")
+
+
 def test_without_triton_there_is_nothing_to_listen_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "triton", None)
