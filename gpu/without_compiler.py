@@ -1,6 +1,6 @@
-"""Starts without the parts of torch and scipy that no engine uses.
+"""Starts without the parts of torch, scipy and accelerate that an engine does not use.
 
-transformers imports torch's compiler, its distributed tensors and scipy's optimisers for
+transformers imports torch's compiler, its distributed tensors, scipy's optimisers and accelerate for
 decorators, training and several processes: a third of the start time. Code that uses them directly
 still gets them.
 """
@@ -31,12 +31,13 @@ _Exports = dict[frozenset[str], dict[str, set[str]]]
 
 
 @contextmanager
-def without_compiler(kept: Path | None = None) -> Iterator[None]:
+def without_compiler(kept: Path | None = None, left_out: Sequence[str] = ("scipy",)) -> Iterator[None]:
     """Allow importing transformers and building a model as if torch had no compiler.
 
     For a process that compiles nothing: functions defined inside are not marked for exclusion from
     torch.compile, and transformers permanently assumes one device. Has no effect if transformers is
     already imported. ``kept``: the folder with results of earlier starts; None = there is none.
+    ``left_out``: packages, optional for transformers, that it does not see.
     """
     if _COMPILER in sys.modules or "transformers" in sys.modules:
         yield
@@ -47,7 +48,7 @@ def without_compiler(kept: Path | None = None) -> Iterator[None]:
     sys.meta_path.insert(0, finder)
     torch.distributed.is_available = lambda: False
     try:
-        with _models_listed_once(kept), _scipy_left_out():
+        with _models_listed_once(kept), _left_out(left_out):
             yield
     finally:
         torch.distributed.is_available = is_distributed_available
@@ -56,16 +57,16 @@ def without_compiler(kept: Path | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def _scipy_left_out() -> Iterator[None]:
-    """Let transformers see no scipy, which is optional for it. Other packages can import it."""
+def _left_out(packages: Sequence[str]) -> Iterator[None]:
+    """Let transformers see none of the packages. Others can import them."""
     from transformers import utils
 
-    is_scipy_available = utils.is_scipy_available
-    utils.is_scipy_available = lambda: False
+    asked = {name: getattr(utils, name) for name in (f"is_{package}_available" for package in packages)}
+    vars(utils).update(dict.fromkeys(asked, lambda: False))
     try:
         yield
     finally:
-        utils.is_scipy_available = is_scipy_available
+        vars(utils).update(asked)
 
 
 @contextmanager

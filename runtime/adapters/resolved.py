@@ -5,14 +5,15 @@ Plain data between the reader, which knows files, and the device side, which kno
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Protocol, Self
 
 from .conventions import AdapterConventions
 from .digest import ContentDigest
 from .target_map import Target
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Of DoRA for each row of an output: a factor and a summand, float32.
 FACTOR_BYTES = 8
@@ -164,7 +165,9 @@ TakeTensors = Callable[[Sequence[StoredTensor]], None]
 class BaseWeights(Protocol):
     """The stored weights of the base model."""
 
-    def differing_rows(self, name: str, tensor: RawTensor, parts: Iterable[memoryview]) -> NDArray[np.bool_]:
+    def differing_rows(
+        self, name: str, tensor: RawTensor, parts: Iterable[memoryview]
+    ) -> "NDArray[np.bool_]":
         """Which rows of ``tensor`` differ from those of the base's tensor ``name``: [rows].
 
         ``parts``: the bytes of ``tensor``, in whole rows. Both are cast to the type that the base

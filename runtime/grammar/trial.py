@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
-import psutil
 
 from ...cpu_workers.process_life import signals_held
 from ..errors import EngineDeadError, OverloadedError, RequestError
@@ -74,6 +73,8 @@ class _Process:
 
     def cpu_s(self) -> float:
         """Return the seconds of processor time that it has had; it may have ended."""
+        import psutil  # which a server without structured output does not need
+
         try:
             times = psutil.Process(self._popen.pid).cpu_times()
         except psutil.NoSuchProcess:

@@ -24,7 +24,7 @@ from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.build import build_engine
 config = EngineConfig(cpu_threads=1)
 build_engine(config, on_progress=lambda _: None, own_process=True).close()
-print("heavy", *[name for name in {(*HEAVY, "scipy")} if name in sys.modules])
+print("heavy", *[name for name in {(*HEAVY, "scipy", "accelerate")} if name in sys.modules])
 import torch
 from corun.gpu.replay.capture import capture_pass
 token = torch.tensor([[1]])

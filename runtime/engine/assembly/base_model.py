@@ -75,6 +75,18 @@ def weights_ahead_bytes(config: EngineConfig, available_bytes: int) -> int:
     return num_bytes if num_bytes <= available_bytes * _MAX_AHEAD_SHARE else 0
 
 
+def optional_packages(model: str) -> tuple[str, ...]:
+    """Return the packages that transformers can do without to load ``model``.
+
+    It needs accelerate for formats of other libraries, which a configuration names.
+    """
+    try:
+        text = (Path(model) / "config.json").read_text(encoding="utf-8")
+    except (OSError, ValueError):  # of the hub; or it is reported later
+        return ("scipy",)
+    return ("scipy",) if "quantization_config" in text else ("scipy", "accelerate")
+
+
 def read_served_base(source: "ModelSource") -> ServedBase:
     """Return a base's names, and whether it is quantised on disk. Raises ``ModelError``."""
     from transformers import PretrainedConfig

@@ -43,7 +43,7 @@ from ..messages import ModelInfo, TokenizerSpec
 from ..stats import cpu_stats
 from ..tokenizer import ModelTokenizer, read_tokenizer
 from .adapter_wiring import adapter_fetch, base_names, make_host_adapters, make_manager, register_adapters
-from .base_model import weights_ahead_bytes
+from .base_model import optional_packages, weights_ahead_bytes
 from .placement import Placement, kept_directory, place_engine, warn_of_what_is_not_kept
 from .resources import ArenaPlan, MemoryPlan
 from .scheduling import make_scheduler
@@ -240,7 +240,9 @@ def build_engine(
             from ....gpu.execution.compilation import compilation_reported
             from ....gpu.without_compiler import without_compiler
 
-        alone = without_compiler(kept_directory()) if own_process else contextlib.nullcontext()
+        assert config.model is not None
+        left_out = optional_packages(config.model)
+        alone = without_compiler(kept_directory(), left_out) if own_process else contextlib.nullcontext()
         with compilation_reported(on_progress) as begin_stage, alone:
             built = _build(config, begin_stage, own_policies, own_process=own_process)
     if own_process:

@@ -94,6 +94,17 @@ def url() -> Iterator[str]:
         thread.join()
 
 
+def test_a_server_imports_no_numbers() -> None:
+    """While it does, the engine imports torch, on a machine that may have one core."""
+    heavy = ("torch", "transformers", "numba", "numpy", "psutil")
+    code = (
+        "import sys, corun.runtime.server.run, corun.runtime.server.supervise\n"
+        f"print(*(name for name in {heavy!r} if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
 def test_help_of_every_command_is_light() -> None:
     script = SCRIPT.replace("main(sys.argv[1:])", "[help_of(name) for name in sys.argv[1:]][0]")
     help_of = (

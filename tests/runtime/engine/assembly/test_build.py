@@ -16,7 +16,7 @@ from corun.gpu.execution import assemble
 from corun.runtime.adapters.target_map import TargetMap
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly import build, scheduling, sizes
-from corun.runtime.engine.assembly.base_model import weights_ahead_bytes
+from corun.runtime.engine.assembly.base_model import optional_packages, weights_ahead_bytes
 from corun.runtime.engine.assembly.profiling import ProfileListener, run_profile
 from corun.runtime.engine.assembly.resources import DeviceFacts, MemoryPlan, plan_memory
 from corun.runtime.engine.heartbeat import Heartbeat
@@ -416,6 +416,11 @@ def test_pages_are_filled_ahead_only_for_weights_that_need_them(
     assert weights_ahead_bytes(given, int(2.9 * size * share)) == 0, "too much of what is free"
     weights.rename(tmp_path / "model-00001-of-00001.safetensors")
     assert weights_ahead_bytes(given, 4 * size) == int(size * share)
+    assert optional_packages(given.model or "") == (
+        ("scipy",) if given.model == "owner/name" else ("scipy", "accelerate")
+    )
+    config_file.write_text('{"text_config": {"quantization_config": {}}}')
+    assert optional_packages(given.model or "") == ("scipy",)
     for text in ('{"dtype": "bfloat16", "quantization_config": {}}', '{"dtype": "float16"}', "[]", "{", ""):
         config_file.write_text(text)
         assert weights_ahead_bytes(given, 4 * size) == 0
