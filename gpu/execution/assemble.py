@@ -202,6 +202,8 @@ class LoadedModel:
 
     def close(self) -> None:
         """Release what is not memory: the attention function and the device. Idempotent."""
+        if self.weights.late is not None:
+            self.weights.late.close()
         if self.threads is not None:
             self.threads.close()
         self.hook.close()

@@ -1,10 +1,12 @@
 """A disk cache of packed matrices, so that later starts read what the first one has made.
 
 One file holds all matrices of a model; its name states what they were made from. It is written
-completely or not at all, by the first process; each array is read with its digest. It is read, not
-mapped: so its pages are huge, and later changes of the file do not affect the engine.
+completely or not at all, beside the running engine of the first process; each array is read with its
+digest. It is read, not mapped: so its pages are huge, and later changes of the file do not affect the
+engine.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -12,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +23,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ...cpu_workers.affinity import limit_torch_threads
+from ...cpu_workers.affinity import limit_torch_threads, place_thread
 from ...runtime.kept_records import mark_as_used
 from ...runtime.whole_file import replacing
 from ..device import huge_pages
@@ -30,10 +33,14 @@ _LOG = logging.getLogger(__name__)
 _LENGTH_BYTES = 8  # length of the index, little-endian, in front of it
 _MAX_INDEX_BYTES = 64 << 20
 _ALIGNMENT = 64
-_SUFFIX = ".weights"
+_SUFFIX, _NOTE_SUFFIX = ".weights", ".digest"
 # Share of the file system's capacity for all files together; the least recently used are removed.
 _MAX_SHARE = 1 / 2
 _MAX_AGE_S = 90 * 86400.0
+_UNFINISHED_AGE_S = 3600.0  # since the last change of a file that a killed process was writing
+_PIECE_BYTES = 1 << 20  # are digested and written at a time
+_REST = 9.0  # of a writer while requests run: 10 % of the time are its own
+_CLOSE_S = 2.0  # for the rest of the file; the front end waits 5 s before it kills the engine
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -47,7 +54,6 @@ class KeptWeights:
         ``key``: names content and packing, as part of a file's name.
         """
         self._path = directory / f"{key}{_SUFFIX}"
-        self._num_threads = num_threads
         self._index: dict[str, Any] = {}
         self._ahead: dict[str, Future[dict[str, np.ndarray]]] = {}
         # Copies, digests and new pages take as long as reading, and one thread waits for all.
@@ -91,8 +97,13 @@ class KeptWeights:
         if hasattr(self, "_file"):
             self._file.close()
 
-    def write(self, matrices: Mapping[str, Arrays]) -> None:
-        """Replace the cached matrices by ``matrices``, and close; a failure is logged."""
+    def write(
+        self, matrices: Mapping[str, Arrays], after_piece: Callable[[float], None] = lambda _s: None
+    ) -> None:
+        """Replace the cached matrices by ``matrices``, and close; a failure is logged.
+
+        ``after_piece`` is called with the seconds that each piece took. If it raises, nothing changes.
+        """
         self.close()
         num_bytes = sum(array.nbytes for arrays in matrices.values() for array in arrays.values())
         directory = self._path.parent
@@ -100,7 +111,7 @@ class KeptWeights:
             directory.mkdir(parents=True, exist_ok=True)
             self._make_room(num_bytes)
             with replacing(self._path) as file:
-                _write(file, matrices, self._num_threads)
+                _write(file, matrices, after_piece)
         except OSError as error:
             _LOG.warning(
                 "packed weights are not kept for the next start: %s: %s", directory, error.strerror or error
@@ -144,13 +155,51 @@ class KeptWeights:
             raise OSError(f"{num_bytes} bytes are more than half of the limit")
         for stat, path in sorted(files, key=lambda one: -one[0].st_mtime):
             kept_bytes += stat.st_size
-            if kept_bytes > limit or stat.st_mtime < time.time() - _MAX_AGE_S:
+            is_finished = path.suffix in (_SUFFIX, _NOTE_SUFFIX)
+            max_age_s = _MAX_AGE_S if is_finished else _UNFINISHED_AGE_S
+            if kept_bytes > limit or stat.st_mtime < time.time() - max_age_s:
                 path.unlink(missing_ok=True)
+
+
+class LateWeights:
+    """Matrices that a thread writes for the next start, beside a running engine."""
+
+    def __init__(self, kept: KeptWeights, matrices: Mapping[str, Arrays]) -> None:
+        """``kept``: closed, to be replaced by ``matrices``, which no one changes."""
+        self._kept = kept
+        self._matrices = matrices
+        self._is_closing = threading.Event()
+        self._end_s = math.inf  # on the monotonic clock
+        self._thread: threading.Thread | None = None
+
+    def begin(self, is_busy: Callable[[], bool], cpus: tuple[int, ...] = ()) -> None:
+        """Start the thread, on ``cpus``. While ``is_busy`` it rests most of the time."""
+
+        def after_piece(took_s: float) -> None:
+            if time.monotonic() > self._end_s:
+                raise TimeoutError(errno.ETIMEDOUT, "the engine ended before they were written")
+            if is_busy():
+                self._is_closing.wait(took_s * _REST)
+
+        def run() -> None:
+            place_thread(cpus)
+            matrices, self._matrices = self._matrices, {}
+            self._kept.write(matrices, after_piece)
+
+        self._thread = threading.Thread(target=run, name="corun-late-weights", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write the rest without a break, or give up after 2 s. Idempotent."""
+        self._end_s = min(self._end_s, time.monotonic() + _CLOSE_S)
+        self._is_closing.set()
+        if self._thread is not None:
+            self._thread.join()
 
 
 def cached_answer(directory: Path, question: str, find: Callable[[], str]) -> str:
     """The stored answer of ``find`` to ``question``, or a new one: both hexadecimal digests."""
-    note = directory / f"{question}.digest"
+    note = directory / f"{question}{_NOTE_SUFFIX}"
     try:
         answer = note.read_text()
     except OSError:
@@ -168,11 +217,9 @@ def cached_answer(directory: Path, question: str, find: Callable[[], str]) -> st
     return answer
 
 
-def _write(file: IO[bytes], matrices: Mapping[str, Arrays], num_threads: int) -> None:
+def _write(file: IO[bytes], matrices: Mapping[str, Arrays], after_piece: Callable[[float], None]) -> None:
     index: dict[str, dict[str, Any]] = {}
     position = 0
-    with ThreadPoolExecutor(num_threads, "corun-digests") as threads:
-        digests = threads.map(_digest_of, (one for arrays in matrices.values() for one in arrays.values()))
     for name, arrays in matrices.items():
         index[name] = {}
         for key, array in arrays.items():
@@ -180,25 +227,30 @@ def _write(file: IO[bytes], matrices: Mapping[str, Arrays], num_threads: int) ->
                 "dtype": array.dtype.str,
                 "shape": list(array.shape),
                 "start": position,
-                "sha256": next(digests),
+                "sha256": hashlib.sha256().hexdigest(),  # so the index has its final length
             }
             position = _aligned(position + array.nbytes)
-    text = json.dumps(index).encode()
-    file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
-    file.write(text)
-    start = _aligned(_LENGTH_BYTES + len(text))
+    length = len(json.dumps(index).encode())
+    start = _aligned(_LENGTH_BYTES + length)
     for name, arrays in matrices.items():
         for key, array in arrays.items():
             file.seek(start + index[name][key]["start"])
-            file.write(_bytes_of(array))
+            index[name][key]["sha256"] = _write_array(file, array, after_piece)
+    file.seek(0)
+    file.write(length.to_bytes(_LENGTH_BYTES, "little"))
+    file.write(json.dumps(index).encode())
 
 
-def _digest_of(array: np.ndarray) -> str:
-    return hashlib.sha256(_bytes_of(array)).hexdigest()
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).data.cast("B")
+def _write_array(file: IO[bytes], array: np.ndarray, after_piece: Callable[[float], None]) -> str:
+    """Write the array at the file's position; return its digest."""
+    digest, view = hashlib.sha256(), np.ascontiguousarray(array).data.cast("B")
+    for position in range(0, len(view), _PIECE_BYTES):
+        begin_s = time.perf_counter()
+        piece = view[position : position + _PIECE_BYTES]
+        digest.update(piece)  # in the processor's cache for the copy
+        file.write(piece)
+        after_piece(time.perf_counter() - begin_s)
+    return digest.hexdigest()
 
 
 def _aligned(position: int) -> int:

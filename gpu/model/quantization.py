@@ -27,7 +27,7 @@ from ...runtime.adapters.tensor_names import PathIndex
 from ...runtime.errors import ModelError
 from ..forward.kernel_threads import num_kernel_threads
 from ..linear.base import LinearBackend
-from ..linear.kept_weights import KeptWeights, cached_answer
+from ..linear.kept_weights import KeptWeights, LateWeights, cached_answer
 from ..linear.quantized import QuantizedWeight, quantize
 from ..linear.quantized_linear import TAGS, DequantizedLinear, PackedWeight, QuantizedLinear
 from .four_bit import find_four_bit
@@ -58,13 +58,14 @@ _MAX_PRODUCT_ERROR = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The memory of all weights of a model."""
+    """The memory of all weights of a model, and those that a running engine stores."""
 
     num_bytes: int
     quantized_bytes: int = 0  # the part of linears in 8 or 4 bits
     kind: str = ""  # their format, for logs; "" = there are none
     label: str = ""  # identifies the conversion of the files, for KV namespaces
     num_in_full: int = 0  # quantised matrices that are read in full beside those as stored
+    late: LateWeights | None = None  # to be stored for later starts; None = there is nothing new
 
 
 def open_files(source: ModelSource, stored: StoredQuantization | None) -> WeightFiles:
@@ -207,15 +208,16 @@ class QuantizedLinears:
         return (QuantizedLinear if has_kernel else DequantizedLinear)(packed, bias)
 
     def finish(self, full_bytes: Mapping[str, int]) -> Weights:
-        """Store the matrices for later starts.
+        """The memory of all weights, and what is to be stored for later starts.
 
         ``full_bytes``: of all original parameters of the model, by name.
         """
         made, self._made = self._made, {}
+        late = None
         if self._kept is not None:
             self._kept.close()
             if self._num_read < len(made):
-                self._kept.write({path: _arrays(packed) for path, packed in made.items()})
+                late = LateWeights(self._kept, {path: _arrays(packed) for path, packed in made.items()})
         _warn(self._narrow, f"not quantised, because their input widths are not multiples of {GROUP_SIZE}")
         bits = {path: self._bits[path] for path, packed in made.items() if packed.format.bits == 8}
         of_4 = [
@@ -231,6 +233,7 @@ class QuantizedLinears:
             self.kind,
             self._quantization.label,
             self._num_in_full if self._stored else 0,
+            late,
         )
 
     @property

@@ -179,6 +179,7 @@ class EngineAssembly:
         adapters: AdapterManager,
         close: Callable[[], None],
         parts: EngineParts,
+        background_cpus: tuple[int, ...] = (),
     ) -> None:
         self.core = core
         self.info = info
@@ -187,10 +188,14 @@ class EngineAssembly:
         self.grammars = parts.grammars
         self.tokenizer: TokenizerSpec | None = None
         self._close = close
+        self._background_cpus = background_cpus
 
     def begin(self) -> None:
         """Begin what an engine does beside its first steps."""
         self.grammars.start()
+        late = self.parts.loaded.weights.late
+        if late is not None:
+            late.begin(lambda: self.core.has_work, self._background_cpus)
 
     def publish_to(self, heartbeat: Heartbeat) -> None:
         """Publish the layers and compilations of this thread there, until ``close``."""
@@ -465,7 +470,7 @@ def _connect(
         lines = summary_lines(info, manager.infos(), loaded.backend_names, placement.line)
         parts = EngineParts(scheduler, executor, loaded, host, coexecution, grammars)
         info = msgspec.structs.replace(info, summary=lines)
-        return EngineAssembly(core, info, manager, undo.pop_all().close, parts)
+        return EngineAssembly(core, info, manager, undo.pop_all().close, parts, cpus)
 
 
 def _fill_cpus(

@@ -2,13 +2,15 @@
 
 import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from corun.gpu.linear.kept_weights import KeptWeights, cached_answer
+from corun.gpu.linear import kept_weights
+from corun.gpu.linear.kept_weights import KeptWeights, LateWeights, cached_answer
 
 MATRICES: dict[str, dict[str, np.ndarray]] = {
     "a": {"int8": np.arange(6000, dtype=np.uint8).reshape(2, 30, 100)},
@@ -88,6 +90,51 @@ def test_several_processes_write_at_once(tmp_path: Path) -> None:
         assert writer.exitcode == 0
     assert is_whole(read(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["key.weights"]
+
+
+class Busy:
+    """An engine that always has requests."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def __call__(self) -> bool:
+        self.asked.set()
+        return True
+
+
+def test_a_busy_engine_is_written_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer rests while requests run, and writes the rest at the end."""
+    monkeypatch.setattr(kept_weights, "_REST", 1e9)
+    busy, late = Busy(), LateWeights(KeptWeights(tmp_path, "key"), MATRICES)
+    late.begin(busy)
+    assert busy.asked.wait(20)
+    assert not (tmp_path / "key.weights").exists()
+    late.close()
+    late.close()
+    assert is_whole(read(tmp_path))
+
+
+def test_what_takes_too_long_at_the_end_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kept_weights, "_CLOSE_S", -1.0)
+    monkeypatch.setattr(kept_weights, "_REST", 1e9)
+    busy, late = Busy(), LateWeights(KeptWeights(tmp_path, "key"), MATRICES)
+    late.begin(busy)
+    assert busy.asked.wait(20)
+    late.close()
+    assert "the engine ended before they were written" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    left, being_written = tmp_path / "tmpleft", tmp_path / "tmpnow"
+    left.touch()
+    being_written.touch()
+    os.utime(left, (time.time() - 7200,) * 2)
+    put(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key.weights", "tmpnow"]
 
 
 def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -63,7 +63,11 @@ def load(model: Path, planned: Quantization, kept: Path | None = None) -> tuple[
         hook.close()
     sizes = {name: p.numel() * p.element_size() for name, p in made.named_parameters()}
     wrap_linears(made, context, NumbaLinear, {}, {}, linears.make)
-    return made, linears.finish(sizes)
+    weights = linears.finish(sizes)
+    if weights.late is not None:
+        weights.late.begin(lambda: False)
+        weights.late.close()
+    return made, weights
 
 
 def backends(model: PreTrainedModel) -> dict[str, Any]:
