@@ -81,23 +81,40 @@ class QuantizedWeight:
 def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     """The nearest codes of ``weight`` [out, in], of any floating type; ``in`` in whole groups.
 
-    8 bits: a group's largest magnitude is 127. 4 bits: its value of largest magnitude, the first of
-    several, is -8 times the scale, rounded to float16: so at least this value is exact, of bfloat16
-    from 2**-14 on, of float16 from 2**-11 on. Scales of a matrix of smaller weights stay as they
-    are. ValueError if a weight is not finite.
+    See ``quantize_into``.
     """
     out_features, in_features = weight.shape
+    made = unfilled((out_features, in_features), bits)
+    quantize_into(weight, made)
+    return made
+
+
+def unfilled(shape: tuple[int, int], bits: int, codes: np.ndarray | None = None) -> QuantizedWeight:
+    """A matrix for ``quantize_into``; ``codes``: uint8, at least as many, to hold its codes."""
+    out_features, in_features = shape
+    if codes is None:
+        codes = np.empty(out_features * in_features, np.uint8)
+    codes = codes[: out_features * in_features].view(np.int8 if bits == 8 else np.uint8).reshape(shape)
+    return QuantizedWeight(bits, codes, np.empty((out_features, in_features // GROUP_SIZE), np.float32))
+
+
+def quantize_into(weight: torch.Tensor, made: QuantizedWeight, rows: slice = slice(None)) -> None:
+    """Write the nearest codes of ``weight`` into ``rows`` of ``made``, and their scales.
+
+    8 bits: a group's largest magnitude is 127. 4 bits: its value of largest magnitude, the first of
+    several, is -8 times the scale, rounded to float16: so at least this value is exact, of bfloat16
+    from 2**-14 on, of float16 from 2**-11 on. Scales of rows of smaller weights stay as they are.
+    ValueError if a weight is not finite.
+    """
     if weight.dtype == torch.bfloat16:
         words, shift = weight.detach().contiguous().view(torch.uint16).numpy(), 16
     else:
         words, shift = weight.detach().float().contiguous().numpy().view(np.uint32), 0
-    codes = np.empty((out_features, in_features), np.int8 if bits == 8 else np.uint8)
-    scales = np.empty((out_features, in_features // GROUP_SIZE), np.float32)
-    if not _quantize(words, shift, bits, bits == 4, codes.view(np.uint8), scales):
+    bits, codes, scales = made.bits, made.codes[rows].view(np.uint8), made.scales[rows]
+    if not _quantize(words, shift, bits, bits == 4, codes, scales):
         raise ValueError("a weight is not finite")
     if bits == 4 and np.abs(scales).max() < _LEAST_ROUNDED:
-        _quantize(words, shift, bits, False, codes.view(np.uint8), scales)
-    return QuantizedWeight(bits, codes, scales)
+        _quantize(words, shift, bits, False, codes, scales)
 
 
 # Without branches in loops over a group, so that they are compiled to vector instructions.

@@ -7,6 +7,7 @@ placeholders for these matrices.
 
 import hashlib
 import logging
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from ...runtime.errors import ModelError
 from ..forward.kernel_threads import num_kernel_threads
 from ..linear.base import LinearBackend
 from ..linear.kept_weights import KeptWeights, LateWeights, cached_answer
-from ..linear.quantized import QuantizedWeight, quantize
+from ..linear.quantized import QuantizedWeight, quantize_into, unfilled
 from ..linear.quantized_linear import TAGS, DequantizedLinear, PackedWeight, QuantizedLinear
 from .four_bit import find_four_bit
 from .full_files import Found, FullFiles
@@ -48,6 +49,7 @@ _LOG = logging.getLogger(__name__)
 _WEIGHTS_AT_ONCE = 1 << 20  # converted at a time in a thread
 _CHECKED_TOKENS = 3
 _CHECKED_ROWS = 512
+_CHECKED_AT_ONCE = 1 << 17  # weights: their float32 values stay in the processor's cache
 _FORM = 3  # of stored matrices; another number after each change of the kernels' layout
 # Names of arrays besides that of codes, which names their kind.
 _BESIDE, _ORDER = "beside", "order of inputs"
@@ -111,6 +113,10 @@ class QuantizedLinears:
         self._tensor_of: dict[str, str] = {}  # names on disk, by path; missing = under another name
         self._kept: KeptWeights | None = None
         self._made: dict[str, PackedWeight] = {}
+        self._codes = np.empty(0, np.uint8)  # of one matrix: new pages for each would take longer
+        self._threads = ThreadPoolExecutor(
+            num_kernel_threads(), "corun-quantising", initializer=limit_torch_threads
+        )
         self._num_read = 0
         self._narrow: list[str] = []  # linears with inputs that are not whole groups
         self.skeleton: PreTrainedModel  # the model without weights
@@ -213,6 +219,8 @@ class QuantizedLinears:
         ``full_bytes``: of all original parameters of the model, by name.
         """
         made, self._made = self._made, {}
+        self._codes = np.empty(0, np.uint8)
+        self._threads.shutdown()
         late = None
         if self._kept is not None:
             self._kept.close()
@@ -313,17 +321,19 @@ class QuantizedLinears:
         x = torch.randn(_CHECKED_TOKENS, weight.codes.shape[1], generator=generator)
         x = x.to(torch.bfloat16)
         actual = QuantizedLinear(packed, None)(x).float()
-        for start in {0, max(0, len(weight.codes) - _CHECKED_ROWS)}:
-            rows = slice(start, start + _CHECKED_ROWS)
-            zeros = None if weight.zero_points is None else weight.zero_points[rows]
-            part = replace(weight, codes=weight.codes[rows], scales=weight.scales[rows], zero_points=zeros)
-            matrix = torch.from_numpy(part.dequantized())
-            error = (actual[:, rows] - torch.nn.functional.linear(x.float(), matrix)).abs()
-            if not bool((error <= _MAX_PRODUCT_ERROR * matrix.norm(dim=1)).all()):
-                raise ModelError(
-                    f"the product with {path} in {weight.bits} bits is wrong on this machine; "
-                    "leave out --quantization, or choose another --cpu-isa"
-                )
+        num_rows, in_features = weight.codes.shape
+        step = max(1, _CHECKED_AT_ONCE // in_features)
+        pieces = [
+            slice(start, min(start + step, first + _CHECKED_ROWS))
+            for first in {0, max(0, num_rows - _CHECKED_ROWS)}
+            for start in range(first, min(first + _CHECKED_ROWS, num_rows), step)
+        ]
+        x = x.float()
+        if not all(self._threads.map(lambda rows: _are_products(actual, x, weight, rows), pieces)):
+            raise ModelError(
+                f"the product with {path} in {weight.bits} bits is wrong on this machine; "
+                "leave out --quantization, or choose another --cpu-isa"
+            )
 
     def _weight(self, path: str, linear: nn.Linear) -> QuantizedWeight:
         bits = self._bits[path]
@@ -332,22 +342,32 @@ class QuantizedLinears:
             return self._files.coded[f"{self._stored[path]}.weight"].as_stored()
         name = self._tensor_of.get(path)
         num_rows = max(1, _WEIGHTS_AT_ONCE // linear.in_features)
+        shape = linear.out_features, linear.in_features
+        if math.prod(shape) > self._codes.size:
+            self._codes = np.empty(math.prod(shape), np.uint8)
+        made = unfilled(shape, bits, self._codes)
 
-        def quantized(start: int) -> QuantizedWeight:
+        def fill(start: int) -> None:
             rows = slice(start, start + num_rows)
-            return quantize(linear.weight[rows] if name is None else self._files.read(name, rows), bits)
+            read = linear.weight[rows] if name is None else self._files.read(name, rows)
+            quantize_into(read, made, rows)
 
         try:
-            with ThreadPoolExecutor(
-                num_kernel_threads(), "corun-quantising", initializer=limit_torch_threads
-            ) as threads:
-                parts = list(threads.map(quantized, range(0, linear.out_features, num_rows)))
+            list(self._threads.map(fill, range(0, linear.out_features, num_rows)))
         except ValueError as error:
             raise ModelError(
                 f"{name or path} of {self._source.path!r} cannot be quantised: {error}"
             ) from error
-        codes = np.concatenate([part.codes for part in parts])
-        return QuantizedWeight(bits, codes, np.concatenate([part.scales for part in parts]))
+        return made
+
+
+def _are_products(actual: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, rows: slice) -> bool:
+    """Whether the columns ``rows`` of ``actual`` are close to the product of ``x`` with these rows."""
+    zeros = None if weight.zero_points is None else weight.zero_points[rows]
+    part = replace(weight, codes=weight.codes[rows], scales=weight.scales[rows], zero_points=zeros)
+    matrix = torch.from_numpy(part.dequantized())
+    error = (actual[:, rows] - torch.nn.functional.linear(x, matrix)).abs()
+    return bool((error <= _MAX_PRODUCT_ERROR * matrix.norm(dim=1)).all())
 
 
 def _warn(paths: list[str], what: str) -> None:
