@@ -34,9 +34,12 @@ class TritonAttention:
 
         Raises ImportError where Triton is not installed.
         """
-        from . import triton_kernels
+        from ..forward.triton_launch import KernelLauncher
+        from .triton_kernels import attend_kernel, merge_kernel, write_kv_kernel
 
-        self._kernels = triton_kernels
+        self._launch_write = KernelLauncher(write_kv_kernel)
+        self._launch_attend = KernelLauncher(attend_kernel)
+        self._launch_merge = KernelLauncher(merge_kernel)
         self._shared_bytes = _shared_bytes_of(device)
 
     @property
@@ -44,7 +47,7 @@ class TritonAttention:
         """Whether Triton's interpreter runs the kernels, because of TRITON_INTERPRET=1."""
         import triton
 
-        return not isinstance(self._kernels.attend_kernel, triton.JITFunction)
+        return not isinstance(self._launch_attend.kernel, triton.JITFunction)
 
     def forward(
         self,
@@ -82,7 +85,8 @@ class TritonAttention:
     ) -> None:
         num_tokens, kv_heads, key_dim = key.shape
         value_dim = value.shape[2]
-        self._kernels.write_kv_kernel[(num_tokens, kv_heads)](
+        self._launch_write(
+            (num_tokens, kv_heads),
             key,
             value,
             key_blocks,
@@ -136,7 +140,8 @@ class TritonAttention:
             parts = (metadata.num_rows, heads, num_splits)
             sums = query.new_empty((*parts, value_dim), dtype=torch.float32)
             logs = query.new_empty(parts, dtype=torch.float32)
-        self._kernels.attend_kernel[(num_tiles * num_splits, kv_heads, metadata.num_rows)](
+        self._launch_attend(
+            (num_tiles * num_splits, kv_heads, metadata.num_rows),
             query,
             key_blocks,
             value_blocks,
@@ -176,7 +181,8 @@ class TritonAttention:
             num_stages=2,
         )
         if num_splits > 1:
-            self._kernels.merge_kernel[(metadata.num_rows * heads,)](
+            self._launch_merge(
+                (metadata.num_rows * heads,),
                 sums,
                 logs,
                 attended,

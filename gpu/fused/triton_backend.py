@@ -8,6 +8,7 @@ Importing this module does not import Triton; computing something does.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -109,8 +110,6 @@ def _norm(
     outer: TritonNorm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return total = base + inner(x), and outer(total); without outer the second is undefined."""
-    from . import triton_kernels
-
     x = x.contiguous()
     features = x.shape[-1]
     total = x if base is None else torch.empty_like(x)
@@ -121,7 +120,8 @@ def _norm(
     # Arguments are always the same; unused ones may be any tensor.
     first, last = inner or outer, outer or inner
     assert first is not None and last is not None
-    triton_kernels.norm_kernel[(-(-num_rows // block_rows),)](
+    _launcher("norm_kernel")(
+        (-(-num_rows // block_rows),),
         x,
         x if base is None else base.contiguous(),
         total,
@@ -207,13 +207,12 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, table: torch.Tensor) -> 
 
     ``table``: [65536], the activation of every value, by its bits.
     """
-    from . import triton_kernels
-
     features = gate.shape[-1]
     gates, ups = gate.reshape(-1, features), up.reshape(-1, features)
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     block = min(_TILE_VALUES, _next_power_of_2(features))
-    triton_kernels.gated_kernel[(gates.shape[0], -(-features // block))](
+    _launcher("gated_kernel")(
+        (gates.shape[0], -(-features // block)),
         gates.view(torch.int16),
         ups,
         table,
@@ -272,8 +271,6 @@ class Rotation:
         metadata: AttentionMetadata | None,
     ) -> torch.Tensor:
         """``metadata``: None = each token has a block of its own."""
-        from . import triton_kernels
-
         (q, k), (cos, sin) = (self._q, self._k), self._tables
         norms = self._norms or (None, None)
         num_tokens, heads, dim = q.shape
@@ -282,7 +279,8 @@ class Rotation:
         dim_pad = _next_power_of_2(dim)
         block_heads = max(1, min(_TILE_VALUES // dim_pad, _next_power_of_2(heads)))
         num_tiles = -(-heads // block_heads) + -(-kv_heads // block_heads)
-        triton_kernels.rotate_kernel[(num_tokens, num_tiles)](
+        _launcher("rotate_kernel")(
+            (num_tokens, num_tiles),
             q,
             k,
             value,
@@ -352,6 +350,15 @@ def pending_rotation(query: Any, key: Any) -> Rotation | None:
         if rotation is key.rotation and rotation.is_pending:
             return rotation
     return None
+
+
+@cache
+def _launcher(name: str) -> Any:
+    """The launcher of a kernel; imports Triton."""
+    from ..forward.triton_launch import KernelLauncher
+    from . import triton_kernels
+
+    return KernelLauncher(getattr(triton_kernels, name))
 
 
 def _alignment(*parts: torch.Tensor) -> int:

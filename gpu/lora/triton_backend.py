@@ -11,6 +11,7 @@ import torch
 
 from ..forward.batch import LoraBatch
 from ..forward.launcher import current_launcher
+from ..forward.triton_launch import KernelLauncher
 from .base import PackedLora
 from .matrix_layout import ROWS, MatrixLayout
 from .table import LoraTable
@@ -31,6 +32,7 @@ class Tiles(NamedTuple):
 DECODE_TILES = Tiles(tokens=16, ranks=16, shrink_in=128, expand_out=64, num_splits=8)
 PREFILL_TILES = Tiles(tokens=32, ranks=32, shrink_in=64, expand_out=128, num_splits=1)
 
+_SHRINK, _EXPAND = KernelLauncher(shrink_kernel), KernelLauncher(expand_kernel)
 _ALIGNMENT = 16  # values; more does not make loads wider
 
 
@@ -41,6 +43,22 @@ class _Part(NamedTuple):
     target_index: int
     num_columns: int
     place: int  # of the first one
+
+
+class _Rows(NamedTuple):
+    """A tensor of outputs: the first of its members in memory stands for it."""
+
+    member: int
+    # By width of a tile, as ``expand_kernel`` reads them: a pass of the other tiles uploads nothing.
+    columns: dict[int, torch.Tensor]
+    alignment: int  # all columns and places are multiples of it
+
+
+class _Group(NamedTuple):
+    """Targets with one x, and how their outputs are in memory."""
+
+    members: torch.Tensor  # int32 [targets], their indices
+    outputs: list[_Rows]  # fused linears share one
 
 
 class TritonLora:
@@ -60,9 +78,7 @@ class TritonLora:
         """
         self.table = table
         self._dtype = dtype
-        # int32, of groups: the targets' indices, and the tiles of their columns.
-        self._members: dict[tuple[int, ...], torch.Tensor] = {}
-        self._tiles: dict[tuple[_Part, ...], dict[int, torch.Tensor]] = {}
+        self._groups: dict[tuple[int, ...], _Group] = {}  # see ``_group_of``
         self._hidden = torch.empty(0, dtype=torch.float32, device=table.device)
         self._scratch(max(DECODE_TILES.num_splits, PREFILL_TILES.num_splits) * most_values)
         # Products of float32 inputs: exact for a float32 model; for 16 bits three tf32 products
@@ -89,115 +105,86 @@ class TritonLora:
     ) -> None:
         """One launch of each kernel if ys are columns of one tensor; see ``LoraBackend``."""
         assert x.dtype == self._dtype and x.stride(1) == 1, (x.dtype, x.stride())
-        assert batch.segment_ends_host[-1] <= x.shape[0]
-        assert self.table.mirror.is_current, "the device lacks changes of the table"
-        tiles = DECODE_TILES if batch.max_piece_tokens <= DECODE_TILES.tokens else PREFILL_TILES
-        # Of hidden: see the kernels.
-        sizes = len(ys), batch.max_rank, x.shape[0] * len(ys) * batch.max_rank
-        self._shrink(x, tuple(target_indices), batch, tiles, sizes)
-        for y, parts in _in_rows(ys, target_indices):
-            assert batch.segment_ends_host[-1] <= y.shape[0]
-            self._expand(y, parts, batch, tiles, sizes)
-
-    def _shrink(
-        self,
-        x: torch.Tensor,
-        target_indices: tuple[int, ...],
-        batch: LoraBatch,
-        tiles: Tiles,
-        sizes: tuple[int, int, int],
-    ) -> None:
-        """Write hidden = scaling * x A^T of all targets."""
-        group_size, rank_stride, split_stride = sizes
-        hidden = current_launcher().keep_alive(self._scratch(tiles.num_splits * split_stride))
+        num_tokens, in_features = x.shape
+        assert batch.segment_ends_host[-1] <= num_tokens
         table = self.table
+        assert table.mirror.is_current, "the device lacks changes of the table"
+        tiles = DECODE_TILES if batch.max_piece_tokens <= DECODE_TILES.tokens else PREFILL_TILES
+        num_splits, max_rank, group_size = tiles.num_splits, batch.max_rank, len(ys)
+        split_stride = num_tokens * group_size * max_rank  # of hidden: see the kernels
+        hidden = current_launcher().keep_alive(self._scratch(num_splits * split_stride))
+        group = self._group_of(ys, target_indices)
         token_tiles = -(-batch.max_piece_tokens // tiles.tokens)
-        rank_tiles = -(-batch.max_rank // tiles.ranks)
-        grid = (batch.num_pieces, token_tiles, rank_tiles * tiles.num_splits * group_size)
-        shrink_kernel[grid](
-            x,
-            hidden,
-            batch.segment_starts,
-            batch.segment_ends,
-            batch.table_rows,
-            table.a_pointers,
-            table.ranks,
-            table.scalings,
-            self._members_of(target_indices),
-            group_size,
-            table.num_targets,
-            x.shape[1],
-            x.stride(0),
-            rank_stride,
-            split_stride,
-            NUM_SPLITS=tiles.num_splits,
+        rank_tiles = -(-max_rank // tiles.ranks)
+        segments = batch.segment_starts, batch.segment_ends, batch.table_rows
+        num_pieces = batch.num_pieces
+        _SHRINK(
+            (num_pieces, token_tiles, rank_tiles * num_splits * group_size),
+            *(x, hidden, *segments, table.a_pointers, table.ranks, table.scalings, group.members),
+            *(group_size, table.num_targets, in_features, x.stride(0), max_rank, split_stride),
+            NUM_SPLITS=num_splits,
             BLOCK_TOKENS=tiles.tokens,
             BLOCK_RANKS=tiles.ranks,
             BLOCK_IN=tiles.shrink_in,
             PRECISION="ieee",
         )
-
-    def _expand(
-        self,
-        y: torch.Tensor,
-        parts: tuple[_Part, ...],
-        batch: LoraBatch,
-        tiles: Tiles,
-        sizes: tuple[int, int, int],
-    ) -> None:
-        """Add hidden B^T of some targets to their columns of y."""
-        group_size, rank_stride, split_stride = sizes
-        assert y.dtype == self._dtype and y.stride(1) == 1, (y.dtype, y.stride())
-        table = self.table
-        columns = self._tiles_of(parts, tiles.expand_out)
-        token_tiles = -(-batch.max_piece_tokens // tiles.tokens)
-        places = (number for part in parts for number in (part.num_columns, part.place))
-        expand_kernel[(batch.num_pieces, token_tiles, columns.shape[0])](
-            self._hidden,
-            y,
-            batch.segment_starts,
-            batch.segment_ends,
-            batch.table_rows,
-            table.b_pointers,
-            table.factor_pointers,
-            table.ranks,
-            columns,
-            group_size,
-            table.num_targets,
-            y.stride(0),
-            rank_stride,
-            split_stride,
-            NUM_SPLITS=tiles.num_splits,
-            BLOCK_TOKENS=tiles.tokens,
-            BLOCK_RANKS=tiles.ranks,
-            BLOCK_OUT=tiles.expand_out,
-            PRECISION=self._expand_precision,
-            HAS_FACTORS=table.has_factors(batch.table_rows_host),
-            ALIGNMENT=math.gcd(_ALIGNMENT, *places),
-        )
+        has_factors = table.has_factors(batch.table_rows_host)
+        for rows in group.outputs:
+            y, columns = ys[rows.member], rows.columns[tiles.expand_out]
+            assert y.dtype == self._dtype and y.stride(1) == 1, (y.dtype, y.stride())
+            assert batch.segment_ends_host[-1] <= y.shape[0]
+            _EXPAND(
+                (num_pieces, token_tiles, columns.shape[0]),
+                *(hidden, y, *segments, table.b_pointers, table.factor_pointers, table.ranks, columns),
+                *(group_size, table.num_targets, y.stride(0), max_rank, split_stride),
+                NUM_SPLITS=num_splits,
+                BLOCK_TOKENS=tiles.tokens,
+                BLOCK_RANKS=tiles.ranks,
+                BLOCK_OUT=tiles.expand_out,
+                PRECISION=self._expand_precision,
+                HAS_FACTORS=has_factors,
+                ALIGNMENT=rows.alignment,
+            )
 
     def prepare_factors(self) -> None:
         """Do nothing: a start compiles both variants of the kernel."""
 
-    def _members_of(self, target_indices: tuple[int, ...]) -> torch.Tensor:
-        if target_indices not in self._members:
-            self._members[target_indices] = self._upload(target_indices)
-        return self._members[target_indices]
+    def _group_of(self, ys: Sequence[torch.Tensor], target_indices: Sequence[int]) -> _Group:
+        """The group of these targets and widths, where ys are in memory in the same way.
 
-    def _tiles_of(self, parts: tuple[_Part, ...], width: int) -> torch.Tensor:
-        """See ``expand_kernel``; ``width``: columns of a tile."""
-        if parts not in self._tiles:  # a pass of the other tiles does not upload anything either
-            self._tiles[parts] = {
-                tiles.expand_out: self._upload(
-                    [
-                        (part.member, part.target_index, part.num_columns, first, part.place)
-                        for part in parts
-                        for first in range(0, part.num_columns, tiles.expand_out)
-                    ]
-                )
-                for tiles in (DECODE_TILES, PREFILL_TILES)
-            }
-        return self._tiles[parts][width]
+        A y is columns of the first one's rows, or rows of its own, at -1.
+        """
+        first = min(ys, key=torch.Tensor.data_ptr)
+        start, stride, size = first.data_ptr(), first.stride(0), first.element_size()
+        widths = [y.shape[1] for y in ys]
+        places = [
+            place if place + width <= stride and y.stride(0) == stride else -1
+            for y, width in zip(ys, widths, strict=True)
+            for place in [(y.data_ptr() - start) // size]
+        ]
+        key = (*target_indices, *widths, *places)
+        if key not in self._groups:
+            parts = list(map(_Part, range(len(ys)), target_indices, widths, places))
+            together = [part for part in parts if part.place >= 0]
+            alone = [[part._replace(place=0)] for part in parts if part.place < 0]
+            outputs = [self._rows(one) for one in ([together] if together else []) + alone]
+            self._groups[key] = _Group(self._upload(target_indices), outputs)
+        return self._groups[key]
+
+    def _rows(self, parts: Sequence[_Part]) -> _Rows:
+        columns = {
+            tiles.expand_out: self._upload(
+                [
+                    (part.member, part.target_index, part.num_columns, first, part.place)
+                    for part in parts
+                    for first in range(0, part.num_columns, tiles.expand_out)
+                ]
+            )
+            for tiles in (DECODE_TILES, PREFILL_TILES)
+        }
+        numbers = (number for part in parts for number in (part.num_columns, part.place))
+        first = min(parts, key=lambda part: part.place)
+        return _Rows(first.member, columns, math.gcd(_ALIGNMENT, *numbers))
 
     def _upload(self, values: Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.table.device)
@@ -206,20 +193,3 @@ class TritonLora:
         if self._hidden.numel() < num_values:
             self._hidden = torch.empty(num_values, dtype=torch.float32, device=self.table.device)
         return self._hidden
-
-
-def _in_rows(
-    ys: Sequence[torch.Tensor], target_indices: Sequence[int]
-) -> list[tuple[torch.Tensor, tuple[_Part, ...]]]:
-    """Output tensors, and the targets that have columns of each: fused linears share one."""
-    first = min(ys, key=torch.Tensor.data_ptr)
-    together, alone = list[_Part](), list[tuple[torch.Tensor, tuple[_Part, ...]]]()
-    for member, (y, index) in enumerate(zip(ys, target_indices, strict=True)):
-        place = (y.data_ptr() - first.data_ptr()) // y.element_size()
-        is_column = y.stride(0) == first.stride(0) and place + y.shape[1] <= y.stride(0)
-        part = _Part(member, index, y.shape[1], place if is_column else 0)
-        if is_column:
-            together.append(part)
-        else:
-            alone.append((y, (part,)))
-    return [(first, tuple(together)), *alone]

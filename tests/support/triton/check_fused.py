@@ -11,17 +11,15 @@ logits relative to the largest, without a KV pool (``plain``) and with one (``pa
 import json
 import sys
 from collections import Counter
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import torch
-from corun.gpu.attention import triton_kernels as attention_kernels
 from corun.gpu.attention.triton_backend import TritonAttention
 from corun.gpu.execution.runner import ModelRunner
 from corun.gpu.forward.batch import StepContext
+from corun.gpu.forward.triton_launch import KernelLauncher
 from corun.gpu.fused import install
-from corun.gpu.fused import triton_kernels as fused_kernels
 from corun.gpu.fused.install import install_fused_kernels, triton_kernels
 from corun.gpu.model.attention_hook import PagedAttentionHook
 from corun.gpu.model.kv_pool import KvLayout, KvPool
@@ -30,23 +28,17 @@ from support.architectures import make_model
 from transformers import PreTrainedModel
 
 _FIRST, _SECOND = tuple(range(3, 9)), tuple(range(40, 42))
-_KERNELS = {
-    fused_kernels: ("norm_kernel", "gated_kernel", "rotate_kernel"),
-    attention_kernels: ("write_kv_kernel", "attend_kernel"),
-}
 
 
-class _Counted:
-    """Counts the launches of a kernel."""
+def _counting(launches: Counter[str]) -> Any:
+    """Counts launches by kernel."""
+    launch = KernelLauncher.__call__
 
-    def __init__(self, kernel: Any, name: str, launches: Counter[str]) -> None:
-        self._kernel = kernel
-        self._name = name
-        self._launches = launches
+    def counted(launcher: KernelLauncher, *arguments: Any, **constants: Any) -> None:
+        launches[launcher.kernel.fn.__name__] += 1
+        launch(launcher, *arguments, **constants)
 
-    def __getitem__(self, grid: Any) -> Any:
-        self._launches[self._name] += 1
-        return self._kernel[grid]
+    return mock.patch.object(KernelLauncher, "__call__", counted)
 
 
 def _with_other_modules(model: PreTrainedModel) -> PreTrainedModel:
@@ -119,11 +111,7 @@ def check(architecture: str, device: torch.device) -> dict[str, Any]:
     counts = install_fused_kernels(model, lambda: record_attention(model, hook), kernels)
     launches: Counter[str] = Counter()
     paged = _run_packed(runner)
-    with ExitStack() as stack:
-        for module, names in _KERNELS.items():
-            for name in names:
-                counted = _Counted(getattr(module, name), name, launches)
-                stack.enter_context(mock.patch.object(module, name, counted))
+    with _counting(launches):
         runner.probe_step([ProbeRow(0, 0, _FIRST[:1])])
     model.set_attn_implementation("eager")
     return {
