@@ -31,19 +31,17 @@ _TEAM_NAMES = {field.name for field in TEAM_FIELDS}
 class Mailbox:
     """The team's mailbox as one worker sees it: addresses in this process.
 
-    ``buffer`` is the mailbox itself; it stays mapped while referenced.
+    ``buffer`` is the mailbox itself; it stays mapped while referenced. Addresses are fields, not
+    properties, as an invocation reads them often.
     """
 
     worker: int
     num_workers: int
     num_slots: int
     team: int  # address of the team's lines
+    own: int  # address of the worker's lines
+    jobs: int  # offset of the jobs from the team's lines
     buffer: memoryview
-
-    @property
-    def own(self) -> int:
-        """The address of the worker's lines."""
-        return self.team + TEAM_BYTES + self.worker * WORKER_BYTES
 
     def word(self, name: str) -> int:
         """The address of a field of ``TEAM_FIELDS``, or of the worker's ``WORKER_FIELDS``."""
@@ -52,7 +50,7 @@ class Mailbox:
         return self.own + offset_in(WORKER_FIELDS, name)
 
     def job_offset(self, sequence: int) -> int:
-        return jobs_offset(self.num_workers) + sequence % self.num_slots * JOB_BYTES
+        return self.jobs + sequence % self.num_slots * JOB_BYTES
 
 
 class Control:
@@ -107,7 +105,9 @@ class Control:
     def mailbox(self, worker: int) -> Mailbox:
         assert 0 <= worker < self.num_workers, worker
         team = self.segment.address + LINE_BYTES
-        return Mailbox(worker, self.num_workers, self.num_slots, team, self.segment.buffer[LINE_BYTES:])
+        own = team + TEAM_BYTES + worker * WORKER_BYTES
+        jobs, buffer = jobs_offset(self.num_workers), self.segment.buffer[LINE_BYTES:]
+        return Mailbox(worker, self.num_workers, self.num_slots, team, own, jobs, buffer)
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed with the last referenced mailbox."""

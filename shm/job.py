@@ -45,7 +45,7 @@ class Job(NamedTuple):
     @classmethod
     def read(cls, buffer: memoryview, offset: int) -> Self:
         """Decode."""
-        return cls(*_JOB.unpack_from(buffer, offset))
+        return cls._make(_JOB.unpack_from(buffer, offset))
 
 
 class WorkerStatus(IntEnum):

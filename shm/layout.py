@@ -58,6 +58,7 @@ TEAM_FIELDS = (
         "workers, supervisor",
         "1 from before a thread of the producer sleeps on done until it is awake",
     ),
+    Field("naps", 256, "int32", "workers", "producer", "1 from before a worker naps until one has napped"),
 )
 """Lines of the team; by worker follow the lines of ``WORKER_FIELDS``, and then ``num_slots`` jobs."""
 

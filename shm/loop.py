@@ -40,6 +40,7 @@ _PUBLISHED = offset_in(TEAM_FIELDS, "published")
 _READY = offset_in(TEAM_FIELDS, "ready")
 _DONE = offset_in(TEAM_FIELDS, "done")
 _WAITER_SLEEPS = offset_in(TEAM_FIELDS, "waiter_sleeps")
+_NAPS = offset_in(TEAM_FIELDS, "naps")
 _WORKER_SLEEPS = offset_in(WORKER_FIELDS, "worker_sleeps")
 _FINISHED = offset_in(WORKER_FIELDS, "finished")
 _ARRIVED = offset_in(WORKER_FIELDS, "arrived")
@@ -139,14 +140,21 @@ def await_job(team: int, own: int, sequence: int, state: int, spin_ns: int, park
     return int(_spin(own, word, sequence, state, 0)) & ~CROWDED
 
 
-@numba.njit("int32(int64, int64, int32, int64, int64)", nogil=True, cache=_KEPT)
-def _nap(own: int, word: int, target: int, state: int, end_ns: int) -> int:
-    """Look every 50 microseconds until ``end_ns``: not every writer wakes a sleeper."""
+@numba.njit("int32(int64, int64, int64, int32, int64, int64)", nogil=True, cache=_KEPT)
+def _nap(team: int, own: int, word: int, target: int, state: int, end_ns: int) -> int:
+    """Look every 50 microseconds until ``end_ns``: not every writer wakes a sleeper.
+
+    Workers share the flag of those that do: one that ends its nap takes it from the others, which
+    set it again when they look.
+    """
     found = int(_spin(own, word, target, state, 0)) & ~CROWDED
     while found == NOT_YET and monotonic_ns() < end_ns:
+        store_release(team + _NAPS, 1)
+        fence()
         seen = load_acquire(word)
         if not has_reached(seen, target):
             sleep_on(word, seen, _NAP_NS)
+        store_release(team + _NAPS, 0)
         found = int(_spin(own, word, target, state, 0)) & ~CROWDED
     return found
 
@@ -160,7 +168,7 @@ def await_x(team: int, own: int, sequence: int, state: int, spin_ns: int, timeou
     end_ns = monotonic_ns() + timeout_ns
     found: int = _spin(own, team + _READY, sequence, state, min(spin_ns, timeout_ns))
     if found & ~CROWDED == NOT_YET:
-        found += int(_nap(own, team + _READY, sequence, state, end_ns))
+        found += int(_nap(team, own, team + _READY, sequence, state, end_ns))
     return found
 
 
@@ -178,7 +186,7 @@ def await_members(team: int, own: int, members: int, sequence: int, state: int, 
             end_ns = monotonic_ns() + timeout_ns
             found = int(_spin(own, word, sequence, state, min(_MEMBER_SPIN_NS, timeout_ns))) & ~CROWDED
             if found == NOT_YET:
-                found = int(_nap(own, word, sequence, state, end_ns))
+                found = int(_nap(team, own, word, sequence, state, end_ns))
             if found != ARRIVED:
                 return found
         members >>= 1
@@ -186,11 +194,16 @@ def await_members(team: int, own: int, members: int, sequence: int, state: int, 
     return ARRIVED
 
 
-@numba.njit("void(int64, int32)", nogil=True, cache=_KEPT)
-def begin(own: int, sequence: int) -> None:
-    """Record that the computation of job ``sequence`` begins: its deadline counts from here."""
-    store_release_64(own + _HEARTBEAT, monotonic_ns())
+@numba.njit("int64(int64, int32)", nogil=True, cache=_KEPT)
+def begin(own: int, sequence: int) -> int:
+    """Record that the computation of job ``sequence`` begins: its deadline counts from here.
+
+    Returns the time, for ``finish``.
+    """
+    now = monotonic_ns()
+    store_release_64(own + _HEARTBEAT, now)
     store_release(own + _STARTED, sequence)
+    return int(now)
 
 
 @numba.njit("void(int64, int32)", nogil=True, cache=_KEPT)
@@ -230,9 +243,9 @@ def _move_done(team: int, num_workers: int, num_slots: int) -> None:
         wake(team + _DONE)
 
 
-@numba.njit("void(int64, int64, int64, int64, int32, int32, int32)", nogil=True, cache=_KEPT)
+@numba.njit("void(int64, int64, int64, int64, int32, int32, int64)", nogil=True, cache=_KEPT)
 def finish(
-    team: int, num_workers: int, num_slots: int, own: int, sequence: int, status: int, duration_us: int
+    team: int, num_workers: int, num_slots: int, own: int, sequence: int, status: int, began_ns: int
 ) -> None:
     """Finish job ``sequence`` as one of its members, and move ``done`` on.
 
@@ -240,7 +253,7 @@ def finish(
     int: from Python, an enum costs ten microseconds here.
     """
     job = _job_at(team, num_workers, num_slots, sequence)
-    store_release(job + _DURATION, duration_us)
+    store_release(job + _DURATION, min((monotonic_ns() - began_ns) // 1000, 2**31 - 1))
     if status == _FAILED:
         store_release(job + _STATUS, _FAILED)
     store_release(own + _ARRIVED, sequence)  # of a part that failed, or that is not shared

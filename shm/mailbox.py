@@ -220,15 +220,18 @@ class WorkerEnd:
 
     def wait_x(self, job: Job, *, timeout_s: float, spin_ns: int = X_SPIN_NS) -> bool:
         """Wait for the job's x; False after ``timeout_s``, or if the state changes."""
-        mailbox, now_ns = self.mailbox, time.monotonic_ns()
-        spin_ns = 0 if now_ns < self._crowded_until_ns else spin_ns
-        found = loop.await_x(
+        mailbox, crowded_until_ns = self.mailbox, self._crowded_until_ns
+        if crowded_until_ns and time.monotonic_ns() < crowded_until_ns:
+            spin_ns = 0
+        found: int = loop.await_x(
             mailbox.team, mailbox.own, job.sequence, self._own_state, spin_ns, int(timeout_s * 1e9)
         )
+        if found == loop.ARRIVED:
+            return True
         # The core may also have been the hypervisor's or an interrupt's, from which no nap keeps it.
         if found & loop.CROWDED and self._was_preempted():
             self._crowded_until_ns = time.monotonic_ns() + _CROWDED_NS
-        return bool(found & ~loop.CROWDED == loop.ARRIVED)
+        return found & ~loop.CROWDED == loop.ARRIVED
 
     def _was_preempted(self) -> bool:
         """Whether another thread has taken this one's core since the last call."""
@@ -248,13 +251,11 @@ class WorkerEnd:
 
     def begin(self, job: Job) -> None:
         """Record that the computation begins; the supervisor's deadline counts from here."""
-        self._began_ns = time.monotonic_ns()
-        loop.begin(self.mailbox.own, job.sequence)
+        self._began_ns = loop.begin(self.mailbox.own, job.sequence)
 
     def finish(self, job: Job, status: JobStatus = JobStatus.DONE) -> None:
         """Finish the job as one of its members; its part of y must have been written."""
         assert job.sequence == self._next, (job.sequence, self._next)
-        duration_us = (time.monotonic_ns() - self._began_ns) // 1000
         self._next = wrap(job.sequence + 1)
         mailbox = self.mailbox
         # A plain int: compiled functions take ten microseconds to recognise an enum.
@@ -265,7 +266,7 @@ class WorkerEnd:
             mailbox.own,
             job.sequence,
             int(status),
-            min(duration_us, 2**31 - 1),
+            self._began_ns,
         )
 
 

@@ -15,7 +15,7 @@ from corun.shm.errors import MailboxFullError, ShmError, WaitTimeoutError
 from corun.shm.job import Job, JobStatus, WorkerState, WorkerStatus
 from corun.shm.layout import JOB_BYTES
 from corun.shm.mailbox import ProducerEnd, SupervisorEnd, WorkerEnd
-from corun.shm.park import wait_once
+from corun.shm.park import publish, wait_once, wait_until
 from corun.shm.words import wrap
 from support.processes import DEADLINE_S
 
@@ -414,6 +414,23 @@ def test_a_worker_stops_spinning_for_x_while_another_thread_needs_its_core(
         has_ended.set()
         busy.join()
     assert spins[0] > 0
+
+
+def test_a_worker_that_naps_for_x_says_so_and_is_woken(ends: Ends) -> None:
+    job, naps = _job(ends.producer), ends.producer.mailbox.word("naps")
+    ends.producer.publish(job)
+    assert ends.take() == job
+    assert load_acquire(naps) == 0
+    found: list[bool] = []
+    thread = threading.Thread(
+        target=lambda: found.append(ends.worker.wait_x(job, timeout_s=DEADLINE_S, spin_ns=0))
+    )
+    thread.start()
+    wait_until(naps, 1, timeout_s=DEADLINE_S)
+    publish(ends.producer.ready_address, job.sequence, naps)
+    thread.join(DEADLINE_S)
+    assert found == [True]
+    assert load_acquire(naps) == 0
 
 
 def _stay_busy(has_ended: threading.Event) -> None:

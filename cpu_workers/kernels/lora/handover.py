@@ -6,19 +6,20 @@ All take addresses, and run without the GIL.
 import numpy as np
 from numba import carray
 
-from ....shm.atomics import store_release
-from ....shm.futex import wake
+from ....shm.layout import TEAM_FIELDS, offset_in
+from ....shm.park import publish
 from ..simd.bfloat16 import rounded, widened
 from ..simd.compiled import kernel
 from ..simd.memory import copy_bytes, pointer
 
+_NAPS_FROM_READY = offset_in(TEAM_FIELDS, "naps") - offset_in(TEAM_FIELDS, "ready")
+
 
 @kernel("void(int64, int64, int64, int64, int32)")
-def send_bytes(target: int, source: int, num_bytes: int, word: int, value: int) -> None:
-    """Copy bytes, then store ``value`` to ``word`` for their readers, and wake those that sleep."""
+def send_bytes(target: int, source: int, num_bytes: int, ready: int, value: int) -> None:
+    """Copy bytes, then store ``value`` to the team's word ``ready``, and wake workers that nap."""
     copy_bytes(target, source, num_bytes)
-    store_release(word, value)
-    wake(word)
+    publish(ready, value, ready + _NAPS_FROM_READY)
 
 
 @kernel("void(int64, int64, int64, int64, int64, int64)")

@@ -32,7 +32,7 @@ _SHM = _SIMD.parents[2] / "shm"
 # Modules that any kernel may contain besides those of its own folder.
 _COMMON_SOURCES = (
     *sorted(_SIMD.glob("*.py")),
-    *(_SHM / name for name in ("atomics.py", "futex.py", "region.py")),
+    *(_SHM / name for name in ("atomics.py", "futex.py", "layout.py", "park.py", "region.py")),
 )
 
 # A part of kernels, which Python does not call.

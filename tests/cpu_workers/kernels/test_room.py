@@ -14,7 +14,7 @@ from corun.cpu_workers.kernels.simd.compiled import sources_digest
 _ROOM = Path(kernels.__path__[0])
 _FILES = sorted(_ROOM.rglob("*.py"))
 # Files outside of the folder that a digest covers.
-_OUTSIDE = {"shm.atomics", "shm.futex", "shm.region"}
+_OUTSIDE = {"shm.atomics", "shm.futex", "shm.layout", "shm.park", "shm.region"}
 _NO_CODE = "shm.kept_code"  # decides about caching; no kernel contains its code
 
 
