@@ -7,7 +7,7 @@ benchmarks' model of 150 million parameters, with its ten adapters.
 
 Half of a start is imports of Python modules, so before each start a process imports only torch: the
 control, which shows the machine's current speed. If it varies, later starts above the bound are
-inconclusive.
+inconclusive. Processor time of the server and its engine depends less on other load.
 
 With ``--adapters N`` it has N of 20 MB each instead, which must be listed, and one of them must
 answer, within 2 s of the model being ready: at start only their headers are read.
@@ -61,6 +61,7 @@ class Start:
     """One start: seconds until ready, by stage, and what was said of compilation."""
 
     ready_s: float
+    cpu_s: float  # of all its processes until then
     front_mb: float  # resident in the server process
     stages_s: dict[str, float]
     compiled: tuple[str, ...]
@@ -106,7 +107,9 @@ def start_once(model: Path, lora_dir: Path, environment: Mapping[str, str], *opt
                 raise RuntimeError("\n".join(line for _, line in lines))
             time.sleep(_POLL_S)
         ready_s = time.perf_counter() - start_s
-        front_mb = psutil.Process(process.pid).memory_info().rss / 1e6
+        server = psutil.Process(process.pid)
+        times = [one.cpu_times() for one in (server, *server.children(recursive=True))]
+        cpu_s, front_mb = sum(one.user + one.system for one in times), server.memory_info().rss / 1e6
         first_answer_s = seconds(lambda: _ask_last(f"http://127.0.0.1:{port}", lora_dir))
     finally:
         process.terminate()
@@ -114,7 +117,7 @@ def start_once(model: Path, lora_dir: Path, environment: Mapping[str, str], *opt
         reader.join()
     stamped = [(when_s - start_s, line) for when_s, line in lines]
     compiled = tuple(line.partition(": ")[2] for _, line in stamped if "compil" in line)
-    return Start(ready_s, front_mb, _stages(stamped, ready_s), compiled, first_answer_s)
+    return Start(ready_s, cpu_s, front_mb, _stages(stamped, ready_s), compiled, first_answer_s)
 
 
 def _read(process: "subprocess.Popen[str]", lines: list[tuple[float, str]]) -> None:
@@ -207,6 +210,7 @@ def main() -> None:
         "first_stages_s": first.stages_s,
         "first_said": first.compiled,
         "later_s": [round(value, 2) for value in warm_s],
+        "later_cpu_s": [round(start.cpu_s, 2) for start in later],
         "importing_torch_s": [round(value, 2) for value in controls_s[1:]],
         "later_stages_s": stages_s,
         "server_process_mb": front_mb,
