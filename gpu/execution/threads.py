@@ -58,8 +58,8 @@ def choose_threads(runner: ModelRunner, max_threads: int, weight_bytes: int, kep
         _LOG.info("threads: %d (measured at an earlier start)", known)
         return known
     all_ms = _measure_ms(runner, max_threads)
-    one_ms = _measure_ms(runner, 1)
-    if not all(map(math.isfinite, (*all_ms, *one_ms))):
+    one_ms = None if all_ms is None else _measure_ms(runner, 1)
+    if all_ms is None or one_ms is None:
         set_threads(max_threads)
         _LOG.info("threads: %d (not measured, because others use the CPU cores)", max_threads)
         return max_threads
@@ -78,12 +78,16 @@ def choose_threads(runner: ModelRunner, max_threads: int, weight_bytes: int, kep
     return chosen
 
 
-def _measure_ms(runner: ModelRunner, num_threads: int) -> tuple[float, float]:
-    """Quiet times of a decode and of a prefill step of two rows; infinite if none was quiet."""
+def _measure_ms(runner: ModelRunner, num_threads: int) -> tuple[float, float] | None:
+    """Quiet times of a decode and of a prefill step of two rows; None if there are none of one."""
     set_threads(num_threads)
     decode = [ProbeRow(sequence, _DECODE_START, (1,)) for sequence in (0, 1)]
     prefill = [ProbeRow(sequence, 0, (1,) * _PREFILL_TOKENS) for sequence in (0, 1)]
-    return (_quiet_ms(lambda: runner.probe_step(decode)), _quiet_ms(lambda: runner.probe_step(prefill)))
+    decode_ms = _quiet_ms(lambda: runner.probe_step(decode))
+    if math.isinf(decode_ms):
+        return None
+    prefill_ms = _quiet_ms(lambda: runner.probe_step(prefill))
+    return None if math.isinf(prefill_ms) else (decode_ms, prefill_ms)
 
 
 def _quiet_ms(step: Callable[[], object]) -> float:

@@ -61,15 +61,18 @@ def test_a_single_cpu_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_noise_takes_all_threads_and_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runner = FakeRunner(monkeypatch, {1: (1.0, 1.0), 4: (5.0, 5.0)})
-    monkeypatch.setattr(
-        threads,
-        "take_samples",
-        lambda call, num_quiet, limit_s: [Sample(19.967e-3, 19.9e-3), Sample(20.016e-3, 19.9e-3)],
-    )
+    limits_s = []
+
+    def take_samples(call: object, num_quiet: int, limit_s: float) -> list[Sample]:
+        limits_s.append(limit_s)
+        return [Sample(19.967e-3, 19.9e-3), Sample(20.016e-3, 19.9e-3)]
+
+    monkeypatch.setattr(threads, "take_samples", take_samples)
     kept = tmp_path / "choice.json"
     assert threads.choose_threads(runner, 4, 2**20, kept) == 4  # type: ignore[arg-type]
     assert runner.num_threads == 4
     assert not kept.exists()
+    assert len(limits_s) == 1, "the other measurements could not change the choice"
 
 
 @pytest.mark.parametrize("chosen", [1, 4])
