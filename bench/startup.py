@@ -85,8 +85,10 @@ def judge(warm_s: Sequence[float], controls_s: Sequence[float]) -> bool | None:
     return None if max(controls_s) > MAX_CONTROL_RANGE * min(controls_s) else False
 
 
-def start_once(model: Path, lora_dir: Path, environment: Mapping[str, str], *options: str) -> Start:
-    """Start a server, wait until it is ready, and stop it."""
+def start_once(
+    model: Path, lora_dir: Path, environment: Mapping[str, str], *options: str, last_said: str = ""
+) -> Start:
+    """Start a server, wait until it is ready and has said ``last_said``, and stop it."""
     port = free_port()
     command = [
         sys.executable,
@@ -111,6 +113,10 @@ def start_once(model: Path, lora_dir: Path, environment: Mapping[str, str], *opt
         times = [one.cpu_times() for one in (server, *server.children(recursive=True))]
         cpu_s, front_mb = sum(one.user + one.system for one in times), server.memory_info().rss / 1e6
         first_answer_s = seconds(lambda: _ask_last(f"http://127.0.0.1:{port}", lora_dir))
+        while not any(last_said in line for _, line in lines):
+            if time.perf_counter() - start_s > _TIMEOUT_S:
+                raise RuntimeError(f"the server has not said {last_said!r}")
+            time.sleep(_POLL_S)
     finally:
         process.terminate()
         process.wait(timeout=30)
