@@ -4,8 +4,9 @@ Two workers on two cores compute jobs that follow each other, with all x there a
 asleep, over matrices in the arena that no cache holds. The least time is that of a job without
 arithmetic (publication, and the members' wait for each other) and the larger of two: bytes of A and
 B at the bandwidth of both cores, operations at their rate. Beside it: one worker alone, and two that
-do not wait for each other. These cut targets or columns, wherever the larger part is smallest, and
-each shrinks all ranks of its targets. Each time is the shortest of several rounds, in turn.
+do not wait for each other. These cut tokens, or targets or columns, wherever the larger part is
+smallest, and each shrinks all ranks of its targets; the gain of waiting is over the better cut. Each
+time is the shortest of several rounds, in turn.
 
 The last line is JSON.
 
@@ -170,7 +171,9 @@ class Team:
 
     def simple_us(self, cpus: tuple[int, ...], num_tokens: int) -> float:
         """The arithmetic alone of members that do not wait for each other."""
-        barrier = threading.Barrier(len(cpus) + 1)
+        barrier = threading.Barrier(len(cpus))
+        begun_s: list[float] = []
+        ended_s: list[float] = []
         region, jobs = self._region, self._jobs
         width = padded_features(region.in_features, 0, ITEM_BYTES)[0]
         x = np.full((num_tokens, width), 0x3F80, np.uint16)
@@ -185,24 +188,22 @@ class Team:
             for timed in (False, True):
                 if timed:
                     barrier.wait()
+                    begun_s.append(time.perf_counter())
                 num_jobs = jobs.jobs if timed else 1
                 _compute(
                     bfloat16_tag(), places, num_jobs, len(region.targets), width, region.y_columns, rows, part
                 )
-            barrier.wait()
+            ended_s.append(time.perf_counter())
 
         threads = [
             threading.Thread(target=work, args=pair) for pair in zip(_simple(region), cpus, strict=True)
         ]
         for thread in threads:
             thread.start()
-        barrier.wait()
-        start = time.perf_counter()
-        barrier.wait()
-        seconds = time.perf_counter() - start
         for thread in threads:
             thread.join()
-        return seconds / self._jobs.jobs * 1e6
+        # By the clocks of the threads: this one gets a core only when one of them has ended.
+        return (max(ended_s) - min(begun_s)) / self._jobs.jobs * 1e6
 
     def close(self) -> None:
         """End the workers, then the memory."""
@@ -250,9 +251,10 @@ def _cells(
                 cell = _cell(team, region, tokens, jobs.rounds, cpus, meter)
                 least_us = empty_us + max(cell["memory"], cell["arithmetic"])
                 best_us = min(cell["shared"], cell.get("tokens", cell["shared"]))
+                simple_us = min(apart_us + cell["apart"], cell.get("tokens", float("inf")))
                 cell |= {
                     "over_least": round(best_us / least_us, 3),
-                    "gain_of_wait": round((apart_us + cell["apart"]) / cell["shared"], 3),
+                    "gain_of_wait": round(simple_us / cell["shared"], 3),
                     "num_bytes": region.num_bytes,
                 }
                 yield f"in {in_features}, out {sum(columns)}, rank {rank}, {tokens} tokens", cell

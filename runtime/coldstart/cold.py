@@ -117,12 +117,17 @@ class ColdRequest:
 
 
 def layer_times(
-    model: MachineModel, request: ColdRequest, num_tokens: int, co_scheduled: CoScheduledRows
+    model: MachineModel,
+    request: ColdRequest,
+    num_tokens: int,
+    co_scheduled: CoScheduledRows,
+    *,
+    is_assisted: bool = True,
 ) -> LayerTimes:
     """Return the time of each layer of a step with one chunk, with and without workers.
 
     The request's times count from the start of the step, those returned from the end of its
-    separate pass. Without workers the assisted times are infinite.
+    separate pass. Without workers, or unless ``is_assisted``, the assisted times are infinite.
     """
     all_tokens = num_tokens + co_scheduled.num_forward_tokens
     own = ColdPart(num_tokens, request.adapter, 0, (), request.start_position)
@@ -144,9 +149,11 @@ def layer_times(
                 (co_scheduled.cold[index].num_tokens, co_scheduled.cold[index].adapter.rank_sums[layer])
                 for index in with_workers
             ]
-            own_helped = (num_tokens, layer_sums)
-            assisted_s = _layer_s(model, co_scheduled.warm.plus(*others, own_assisted))
-            assisted_s += _exposed_s(model, [*helped, own_helped], all_tokens, request.num_workers)
+            assisted_s = float("inf")
+            if is_assisted:
+                own_helped = (num_tokens, layer_sums)
+                assisted_s = _layer_s(model, co_scheduled.warm.plus(*others, own_assisted))
+                assisted_s += _exposed_s(model, [*helped, own_helped], all_tokens, request.num_workers)
             device_s = _layer_s(model, co_scheduled.warm.plus(*others, own_on_device))
             device_s += _exposed_s(model, helped, all_tokens, request.num_workers)
         assisted.append(assisted_s)
@@ -169,10 +176,13 @@ def warm_step_s(model: MachineModel, co_scheduled: CoScheduledRows) -> float:
     return model.host_step_s + co_scheduled.separate_s + pass_s(model, rows)
 
 
-def loaded_step_s(model: MachineModel, co_scheduled: CoScheduledRows) -> float:
-    """Return the same if all adapters were loaded before the step, which then has one pass."""
+def loaded_step_s(model: MachineModel, co_scheduled: CoScheduledRows, warm_s: float) -> float:
+    """Return the same if all adapters were loaded before the step, which then has one pass.
+
+    ``warm_s``: its ``warm_step_s``.
+    """
     if co_scheduled.separate == NO_ROWS:
-        return warm_step_s(model, co_scheduled)
+        return warm_s
     rows = replace(co_scheduled, warm=co_scheduled.warm.plus(co_scheduled.separate), separate_s=0.0)
     return warm_step_s(model, rows)
 

@@ -100,7 +100,6 @@ class Planner:
         return replace(
             raw,
             first_token_s=raw.first_token_s * ratio,
-            second_token_s=raw.second_token_s * ratio,
             stall_s=self._corrected_s(raw.stall_s, max(0.0, raw.first_token_s - raw.stall_s), strategy),
         )
 

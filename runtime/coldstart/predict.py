@@ -10,6 +10,7 @@ planned instead of polled.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from ...profiles.models import MachineModel
 from .cold import ColdPart, ColdRequest, CoScheduledRows, LayerTimes, layer_times, loaded_step_s, warm_step_s
@@ -63,7 +64,7 @@ def _ends_s(times: LayerTimes) -> list[float]:
 
 
 def predict(model: MachineModel, request: ColdRequest, strategy: LoadStrategy) -> Prediction:
-    """Predict first and second token of ``request`` under ``strategy``, and stalls of others."""
+    """Predict the first token of ``request`` under ``strategy``, and stalls of others."""
     loaded_s = max(request.ready_s, default=0.0)
     waits_first = strategy in {LoadStrategy.BLOCKING, LoadStrategy.ASYNC_LOAD}
     run = _Run(model, request, strategy, now_s=loaded_s if waits_first else 0.0)
@@ -75,11 +76,11 @@ def predict(model: MachineModel, request: ColdRequest, strategy: LoadStrategy) -
         run.chunk(num_tokens, co_scheduled)
         co_scheduled = request.later_co_scheduled
     first_token_s = run.now_s
-    run.chunk(1, co_scheduled)
+    if request.num_running:  # the step of the second token may still stall them
+        run.chunk(1, co_scheduled)
     return Prediction(
         strategy=strategy,
         first_token_s=first_token_s,
-        second_token_s=run.now_s,
         stall_s=run.stall_s + (loaded_s if strategy is LoadStrategy.BLOCKING else 0.0),
         split_layer=run.first_split_layer or 0,
     )
@@ -179,10 +180,18 @@ class StepForecast:
         self._is_assisted = strategy is LoadStrategy.ASSISTED
         self._separate_s = co_scheduled.separate_s
         self._has_cold = bool(co_scheduled.cold)
-        self._times = layer_times(model, request, num_tokens, co_scheduled)
+        self._predict_times = partial(
+            layer_times, model, request, num_tokens, co_scheduled, is_assisted=self._is_assisted
+        )
         part = ColdPart(num_tokens, request.adapter, 0, request.ready_s, request.start_position)
-        self._warm_s = warm_step_s(model, co_scheduled.with_row(part))
-        self._loaded_s = loaded_step_s(model, co_scheduled.with_row(part))
+        rows = co_scheduled.with_row(part)
+        self._warm_s = warm_step_s(model, rows)
+        self._loaded_s = loaded_step_s(model, rows, self._warm_s)
+
+    @cached_property
+    def _times(self) -> LayerTimes:
+        """Not needed for a step that begins once all is loaded."""
+        return self._predict_times()
 
     def at(self, begin_s: float) -> PlannedStep:
         """Predict the step if it begins ``begin_s`` from now."""

@@ -22,7 +22,6 @@ class Prediction:
 
     strategy: LoadStrategy
     first_token_s: float
-    second_token_s: float
     stall_s: float  # delay of each running request beyond a warm prefill
     split_layer: int  # of the first chunk; layers below it are computed by workers
 
