@@ -34,14 +34,23 @@ _PATIENCE_S = 0.05  # how long to wait for x, or for a member, before checking t
 _LOG = logging.getLogger(__name__)
 
 
+class _Plan(NamedTuple):
+    """A worker's part of all jobs of one shape; strides in bytes from one token to the next."""
+
+    part: TeamPart
+    sharers: int  # the members that share its h, as in ``Job.members``
+    backend: DeltaBackend | None  # None = they share it
+    x_stride: int
+    y_stride: int
+    h_stride: int
+
+
 class _Task(NamedTuple):
     """A worker's part of a job."""
 
     job: DeltaJob
-    part: TeamPart
+    plan: _Plan
     h_address: int
-    sharers: int  # the members that share its h, as in ``Job.members``
-    backend: DeltaBackend | None  # None = they share it
 
 
 class JobLoop:
@@ -54,6 +63,8 @@ class JobLoop:
     def __init__(self, setup: WorkerSetup) -> None:
         self._arena = Segment.attach(setup.descriptors.arena, kind=KIND)
         self._rows = SharedRows.attach(setup.descriptors.rows)
+        # Looking them up takes a microsecond of each job.
+        self._arena_address, self._rows_address = self._arena.address, self._rows.address
         self._control = Control.attach(setup.descriptors.control)
         self._end = WorkerEnd(self._control.mailbox(setup.worker), setup.generation)
         self._deltas = Deltas(DeltaTable.from_json(json.loads(setup.settings.delta_table)))
@@ -91,56 +102,55 @@ class JobLoop:
 
     def _prepare(self, job: Job) -> _Task | None:
         """Prepare the job while x is being sent; None if it cannot be computed."""
-        members = [number for number in range(job.members.bit_length()) if job.members >> number & 1]
-        place, sharers = members.index(self._end.mailbox.worker), len(members) // job.token_parts
         try:
             region = read_header(self._arena.buffer[job.arena_offset :])
-            part, backend = self._plan(region, job.num_tokens, len(members), job.token_parts, place)
+            plan = self._plan(region, job.num_tokens, job.members, job.token_parts)
         except FormatError as error:
             _LOG.error("job %d is not computed: %s", job.sequence, error)
             return None
-        first = place // sharers * sharers
-        x_stride, y_stride = region.in_features * ITEM_BYTES, region.y_columns * ITEM_BYTES
-        rows, arena = self._rows.address, self._arena.address
+        rows, first = self._rows_address, plan.part.first_token
         delta_job = DeltaJob(
             region,
-            arena + job.arena_offset,
-            rows + job.x_offset + part.first_token * x_stride,
-            x_stride,
-            rows + job.y_offset + part.first_token * y_stride,
-            y_stride,
-            part.num_tokens,
+            self._arena_address + job.arena_offset,
+            rows + job.x_offset + first * plan.x_stride,
+            plan.x_stride,
+            rows + job.y_offset + first * plan.y_stride,
+            plan.y_stride,
+            plan.part.num_tokens,
         )
-        return _Task(
-            delta_job,
-            part,
-            rows + job.h_offset + part.first_token * region.padded_ranks * H_ITEM_BYTES,
-            sum(1 << number for number in members[first : first + sharers]),
-            backend,
-        )
+        return _Task(delta_job, plan, rows + job.h_offset + first * plan.h_stride)
 
-    def _plan_part(
-        self, region: Region, num_tokens: int, num_members: int, token_parts: int, place: int
-    ) -> tuple[TeamPart, DeltaBackend | None]:
-        """The part of a member, and its back end; raises ``FormatError`` as ``Deltas.choose`` does."""
-        part = part_of(region, num_tokens, num_members, token_parts, place)
+    def _plan_part(self, region: Region, num_tokens: int, members: int, token_parts: int) -> _Plan:
+        """This worker's part, as ``Job`` says; raises ``FormatError`` as ``Deltas.choose`` does."""
+        numbers = [number for number in range(members.bit_length()) if members >> number & 1]
+        place, sharers = numbers.index(self._end.mailbox.worker), len(numbers) // token_parts
+        first = place // sharers * sharers
+        part = part_of(region, num_tokens, len(numbers), token_parts, place)
         backend = self._deltas.choose(region, max(1, part.num_tokens))
-        return part, backend if num_members == token_parts else None
+        return _Plan(
+            part,
+            sum(1 << number for number in numbers[first : first + sharers]),
+            backend if sharers == 1 else None,
+            region.in_features * ITEM_BYTES,
+            region.y_columns * ITEM_BYTES,
+            region.padded_ranks * H_ITEM_BYTES,
+        )
 
     def _compute(self, job: Job, task: _Task | None) -> JobStatus | None:
         """Compute this worker's part; None if the state changes."""
         if task is None:
             return JobStatus.FAILED
-        part, h_address = task.part, task.h_address
+        plan, h_address = task.plan, task.h_address
+        part = plan.part
         try:
             if part.num_tokens == 0:
                 return JobStatus.DONE
-            if task.backend is not None:
-                _slowly(job, task.backend.compute, task.job)
+            if plan.backend is not None:
+                _slowly(job, plan.backend.compute, task.job)
                 return JobStatus.DONE
             if part.tiles[0] < part.tiles[1]:
                 _slowly(job, self._shared.shrink, task.job, h_address, part.tiles)
-            if not self._patiently(self._end.wait_members, job, task.sharers):
+            if not self._patiently(self._end.wait_members, job, plan.sharers):
                 return None
             if part.groups[0] < part.groups[1]:
                 _slowly(job, self._shared.expand, task.job, h_address, part.groups)
