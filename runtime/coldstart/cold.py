@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ...profiles.models import MachineModel
 from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
 from ..scheduler.cold import StepRows
+from ..scheduler.step_times import costs_of
 
 # Above 0, so that of starts that delay no other request the earliest one costs least, and a lone
 # request has a cost. Low, so that others wait a millionth of the time that it gains at most.
@@ -234,14 +235,9 @@ def _exposed_s(
 
 def co_scheduled_rows(model: MachineModel, rows: StepRows, cold: Sequence[ColdPart]) -> CoScheduledRows:
     """Return all rows of ``rows``. ``cold``: its cold chunks."""
-    chunks = row_costs(
-        model,
-        [number for _, number in rows.chunks],
-        [request.num_computed_tokens for request, _ in rows.chunks],
-        [request.adapter_bytes for request, _ in rows.chunks],
-    )
+    chunks = costs_of(model, rows.chunks)
     if rows.is_cold_separate:
-        warm = _decode_costs(model, rows).plus(chunks)
+        warm = costs_of(model, [(request, 1) for request in rows.decodes]).plus(chunks)
         has_warm = bool(rows.decodes or rows.chunks)
         return CoScheduledRows(
             separate_s=pass_s(model, warm) if has_warm else 0.0,
@@ -256,18 +252,9 @@ def co_scheduled_decodes(model: MachineModel, rows: StepRows) -> CoScheduledRows
     """Return only the decode rows, which later steps have, too."""
     if not rows.decodes:
         return EMPTY
-    costs = _decode_costs(model, rows)
+    costs = costs_of(model, [(request, 1) for request in rows.decodes])
     if rows.is_decode_separate:
         return CoScheduledRows(separate_s=pass_s(model, costs))
     if rows.is_cold_separate:
         return CoScheduledRows(separate_s=pass_s(model, costs), separate=costs)
     return CoScheduledRows(costs)
-
-
-def _decode_costs(model: MachineModel, rows: StepRows) -> RowCosts:
-    return row_costs(
-        model,
-        [1] * len(rows.decodes),
-        [request.num_computed_tokens for request in rows.decodes],
-        [request.adapter_bytes for request in rows.decodes],
-    )

@@ -165,9 +165,7 @@ class PlannedColdStarts(ColdStarts):
         """Compare the duration of the step with its prediction."""
         observation = self._delays.ended(step_id, now_s)
         if observation is not None:
-            self._planner.observe_stall(
-                observation.strategy, observation.predicted_share, observation.measured_share
-            )
+            self._planner.observe_stall(*observation)
 
     def blocks_all_requests(self) -> bool:
         """Whether a blocking load is under way."""
@@ -186,7 +184,7 @@ class PlannedColdStarts(ColdStarts):
             return None
         observation = self._first_tokens.on_first_token(request_id, now_s)
         if observation is not None:
-            self._planner.observe(observation.strategy, observation.predicted_s, observation.measured_s)
+            self._planner.observe(*observation)
         return AdapterStart(decision.strategy.value, decision.reason)
 
     def counts(self) -> Mapping[str, int]:

@@ -12,6 +12,7 @@ Requests that cannot run for lack of room in steps or memory are ignored.
 
 from collections.abc import Collection, Container
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..plan import RequestId, StepId, TransferId
 from .strategy import LoadStrategy, Prediction
@@ -19,13 +20,12 @@ from .strategy import LoadStrategy, Prediction
 _SMOOTHING = 0.2  # weight of the newest step in the running ratio
 
 
-@dataclass(frozen=True, slots=True)
-class StallObservation:
-    """The delay of a step with cold and other rows, as shares of its time without waits."""
+class Observation(NamedTuple):
+    """Seconds to a first token; or the delay of a step, as a share of its time without waits."""
 
     strategy: LoadStrategy
-    predicted_share: float
-    measured_share: float
+    predicted: float
+    measured: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class DelayTracker:
             is_loading=is_loading,
         )
 
-    def ended(self, step_id: StepId, now_s: float) -> StallObservation | None:
+    def ended(self, step_id: StepId, now_s: float) -> Observation | None:
         """Record the end of a step. Return its delay; None if it shows none."""
         began_s, self._last_end_s = self._last_end_s, now_s  # of two in flight, the second waits
         step = self._steps.pop(step_id, None)
@@ -104,16 +104,7 @@ class DelayTracker:
         warm_ratio = ratios.get(True, ratios.get(False, 0.0))
         if not warm_ratio or step.strategy is None or not step.has_others:
             return None
-        return StallObservation(step.strategy, step.wait_s / step.warm_s, ratio / warm_ratio - 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTokenObservation:
-    """Predicted and measured time of a first token."""
-
-    strategy: LoadStrategy
-    predicted_s: float
-    measured_s: float
+        return Observation(step.strategy, step.wait_s / step.warm_s, ratio / warm_ratio - 1.0)
 
 
 @dataclass(slots=True)
@@ -180,15 +171,14 @@ class FirstTokens:
             expected.foreseen_s = None
             expected.has_skipped = False
 
-    def on_first_token(self, request_id: RequestId, now_s: float) -> FirstTokenObservation | None:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> Observation | None:
         """Compare the time of a first token. None if it cannot be compared."""
         expected = self._expected.pop(request_id, None)
         if expected is None or not expected.is_comparable:
             return None
         prediction = expected.prediction
-        return FirstTokenObservation(
-            prediction.strategy, prediction.first_token_s + expected.joined_s, now_s - expected.decided_at_s
-        )
+        predicted_s = prediction.first_token_s + expected.joined_s
+        return Observation(prediction.strategy, predicted_s, now_s - expected.decided_at_s)
 
     def discard(self, request_id: RequestId) -> None:
         """Drop the record of a request that has ended."""

@@ -130,13 +130,7 @@ def choose_start(
     as early: a step that begins sooner would only delay requests that arrive meanwhile, and its
     predictions know less about the rate of reading.
 
-    Args:
-        model: The model of the machine.
-        request: The request, with the weight of its own seconds.
-        num_tokens: The chunk's tokens.
-        co_scheduled: The other rows.
-        strategy: The request's strategy.
-        excess_share: Measured wait of such steps beyond the prediction, as a share of the step.
+    ``excess_share``: measured wait of such steps beyond the prediction, as a share of the step.
     """
     forecast = StepForecast(model, request, num_tokens, co_scheduled, strategy)
     now = Start(0.0, forecast.at(0.0))

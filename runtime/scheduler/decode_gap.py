@@ -5,7 +5,7 @@ from ...profiles.step_time import NO_ROWS, RowCosts, pass_s, row_costs
 from ..request import Request
 from .cold import StepRows
 from .limits import SchedulerConfig
-from .step_times import StepPace, StepTimes
+from .step_times import StepPace, StepTimes, costs_of
 
 _AIM = 0.9  # of the bound, because durations of steps vary
 _DEFAULT_DECODE_STEPS = 5
@@ -113,9 +113,9 @@ class _StepCosts:
         self._model = model
         self._is_decode_separate = rows.is_decode_separate
         self._num_rows = len(rows.decodes) + len(rows.chunks) + len(rows.cold_chunks)
-        self._decodes = _costs(model, [(request, 1) for request in rows.decodes])
-        warm = _costs(model, rows.chunks)
-        cold = _costs(model, [(request, cold.num_tokens) for request, cold in rows.cold_chunks])
+        self._decodes = costs_of(model, [(request, 1) for request in rows.decodes])
+        warm = costs_of(model, rows.chunks)
+        cold = costs_of(model, [(request, cold.num_tokens) for request, cold in rows.cold_chunks])
         # The pass that the row joins, and another one of chunks, if there is one.
         self._chunks, self._others = warm.plus(cold), NO_ROWS
         if rows.is_cold_separate:
@@ -131,7 +131,7 @@ class _StepCosts:
     def step_s(self, request: Request, num_tokens: int) -> float:
         """Return the time of the step with ``num_tokens`` tokens of ``request`` added."""
         model = self._model
-        chunks, others = self._chunks.plus(_costs(model, [(request, num_tokens)])), self._others
+        chunks, others = self._chunks.plus(costs_of(model, [(request, num_tokens)])), self._others
         passes = [chunks, others, self._decodes]
         if not self._is_decode_separate:
             passes = [chunks.plus(self._decodes), others]
@@ -152,15 +152,6 @@ def _prefill_s(model: MachineModel, num_tokens: int, chunk_tokens: int, adapter_
             model, 1, row_costs(model, (min(chunk_tokens, num_tokens - start),), (start,), (adapter_bytes,))
         )
         for start in range(0, num_tokens, chunk_tokens)
-    )
-
-
-def _costs(model: MachineModel, rows: list[tuple[Request, int]]) -> RowCosts:
-    return row_costs(
-        model,
-        [num_tokens for _, num_tokens in rows],
-        [request.num_computed_tokens for request, _ in rows],
-        [request.adapter_bytes for request, _ in rows],
     )
 
 

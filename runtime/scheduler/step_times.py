@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ...profiles.curve import Curve
 from ...profiles.models import LinkModel, LoraModel, MachineModel
-from ...profiles.step_time import forward_s, pass_s, row_costs
+from ...profiles.step_time import RowCosts, forward_s, pass_s, row_costs
 from ..plan import StepPlan, SubBatchKind
 from ..request import Request
 
@@ -119,6 +119,16 @@ class LearnedTimes:
         if self._curve is None and self._means:
             self._curve = Curve.rising(dict(self._means.values()))
         return self._curve
+
+
+def costs_of(model: MachineModel, rows: Sequence[tuple[Request, int]]) -> RowCosts:
+    """Return the costs of rows with the next tokens of requests, so many of each."""
+    return row_costs(
+        model,
+        [num_tokens for _, num_tokens in rows],
+        [request.num_computed_tokens for request, _ in rows],
+        [request.adapter_bytes for request, _ in rows],
+    )
 
 
 class StepPace:
