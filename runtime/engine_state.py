@@ -62,10 +62,7 @@ class EngineLoadState(Wire, frozen=True):
     queued_prefill_tokens: int  # not computed yet, of waiting and running requests
     running_context_tokens: int
     free_kv_tokens: int  # free, or evictable prefixes
-    promised_kv_tokens: int  # reserved for the growth of running requests
     total_kv_tokens: int
-    queued_s: float  # predicted time of waiting work
-    link_backlog_bytes: int
     measured_over_predicted: float = 1.0  # time of recent steps
 
 

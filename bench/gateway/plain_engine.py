@@ -79,10 +79,7 @@ _LOAD = EngineLoadState(
     queued_prefill_tokens=0,
     running_context_tokens=0,
     free_kv_tokens=50_000,
-    promised_kv_tokens=0,
     total_kv_tokens=50_000,
-    queued_s=0.0,
-    link_backlog_bytes=0,
 )
 
 

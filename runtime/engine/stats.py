@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 from ...profiles.models import MachineModel
 from ..engine_state import EngineLoadState
 from ..memory.report import memory_report
-from ..memory.transfers import TransferTable
 from ..plan import AdapterId
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.step_times import LearnedTimes, StepTimes
+from ..scheduler.step_times import LearnedTimes
 from .messages import CpuWorkerStats, EngineStats, LinkUsage, LoadStats, MachineReport, ThreadStats
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class OpenWork:
 
 
 def load_state(scheduler: Scheduler, work: OpenWork) -> EngineLoadState:
-    """Return the load; ``work``: of the scheduler's requests and held ones. O(transfers)."""
+    """Return the load; ``work``: of the scheduler's requests and held ones. O(ranks)."""
     memory, config = scheduler.memory, scheduler.config
     pace = scheduler.pace
     return EngineLoadState(
@@ -50,26 +49,9 @@ def load_state(scheduler: Scheduler, work: OpenWork) -> EngineLoadState:
         queued_prefill_tokens=work.queued_tokens,
         running_context_tokens=work.context_tokens,
         free_kv_tokens=memory.num_free_blocks * config.block_size,
-        promised_kv_tokens=memory.num_reserved_blocks * config.block_size,
         total_kv_tokens=memory.num_blocks * config.block_size,
-        queued_s=_queued_s(scheduler.times, work.queued_tokens, config.max_num_batched_tokens),
-        link_backlog_bytes=_backlog_bytes(memory.transfers),
         measured_over_predicted=1.0 if pace is None else round(pace.measured_over_predicted, 4),
     )
-
-
-def _queued_s(times: StepTimes | None, num_tokens: int, step_tokens: int) -> float:
-    """Return the time of the steps that compute ``num_tokens`` of prompts, in full steps."""
-    if times is None:
-        return 0.0
-    num_full, num_left = divmod(num_tokens, step_tokens)
-    full_s = num_full * times.prefill_s(step_tokens, 0) if num_full else 0.0
-    return full_s + (times.prefill_s(num_left, 0) if num_left else 0.0)
-
-
-def _backlog_bytes(transfers: TransferTable) -> int:
-    """Return the bytes still to be copied over the link."""
-    return sum(sum(one.part_bytes[one.num_arrived :]) for one in transfers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,10 +129,7 @@ class FakeEngine:
             queued_prefill_tokens=0,
             running_context_tokens=0,
             free_kv_tokens=1000,
-            promised_kv_tokens=0,
             total_kv_tokens=1000,
-            queued_s=0.0,
-            link_backlog_bytes=0,
         )
         placed = [PlacedAdapter(name=one, digest="", level="device", rank=8, num_bytes=1) for one in names]
         await stream.send(

@@ -188,10 +188,7 @@ class ScriptedEngine:
             queued_prefill_tokens=self.queued_tokens,
             running_context_tokens=0,
             free_kv_tokens=100_000,
-            promised_kv_tokens=0,
             total_kv_tokens=100_000,
-            queued_s=0.0,
-            link_backlog_bytes=0,
         )
 
     def _accepted(self) -> dict[str, Accepted]:

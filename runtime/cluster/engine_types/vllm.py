@@ -292,10 +292,7 @@ def load_of(metrics: VllmMetrics, sent: SentRecord) -> EngineLoadState:
         queued_prefill_tokens=round(metrics.num_waiting * metrics.mean_prompt_tokens),
         running_context_tokens=used_tokens,
         free_kv_tokens=metrics.kv_tokens - used_tokens,
-        promised_kv_tokens=0,
         total_kv_tokens=metrics.kv_tokens,
-        queued_s=0.0,
-        link_backlog_bytes=0,
     )
 
 

@@ -12,10 +12,7 @@ _NOTHING = EngineLoadState(
     queued_prefill_tokens=0,
     running_context_tokens=0,
     free_kv_tokens=0,
-    promised_kv_tokens=0,
     total_kv_tokens=0,
-    queued_s=0.0,
-    link_backlog_bytes=0,
 )
 
 

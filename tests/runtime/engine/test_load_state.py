@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import pytest
 from corun.runtime.adapter import AdapterFacts
 from corun.runtime.engine.stats import OpenWork, load_state
 from corun.runtime.engine_state import EngineLoadState
-from corun.runtime.plan import AdapterId, TransferProgress
+from corun.runtime.plan import AdapterId
 from corun.runtime.scheduler.scheduler import Scheduler
-from corun.runtime.scheduler.step_times import LearnedTimes
 from support.kept_prefixes import keep, load
-from support.scheduling import BLOCK_SIZE, loads_of, make_memory, make_request
+from support.scheduling import BLOCK_SIZE, make_memory, make_request
 from support.scheduling import make_scheduler as make_any_scheduler
 
 
@@ -30,17 +28,12 @@ def test_an_engine_at_rest() -> None:
         queued_prefill_tokens=0,
         running_context_tokens=0,
         free_kv_tokens=16 * BLOCK_SIZE,
-        promised_kv_tokens=0,
         total_kv_tokens=16 * BLOCK_SIZE,
-        queued_s=0.0,
-        link_backlog_bytes=0,
     )
 
 
 def test_requests_by_rank_with_what_is_left_to_compute() -> None:
-    times = LearnedTimes(16)
-    times.step_ended(16, 2.0)
-    scheduler = make_scheduler(times=times)
+    scheduler = make_scheduler()
     rank_8 = AdapterFacts("content", 8, 0)
     load(scheduler.memory, 1, 0)
     for number, prompt, facts in ((1, 10, None), (2, 12, rank_8), (3, 7, None), (4, 9, rank_8)):
@@ -50,14 +43,12 @@ def test_requests_by_rank_with_what_is_left_to_compute() -> None:
     before = state_of(scheduler)
     assert before.num_waiting_by_rank == {0: 2, 8: 2}
     assert (before.queued_prefill_tokens, before.running_context_tokens) == (38, 0)
-    assert before.queued_s == pytest.approx(2 * 2.0 + 2.0)  # two full steps, and one of like size
     assert scheduler.schedule(0.0) is not None
     after = state_of(scheduler)
     assert (after.num_running_by_rank, after.num_waiting_by_rank) == ({0: 1, 8: 1}, {0: 1, 8: 1})
     assert (after.queued_prefill_tokens, after.running_context_tokens) == (38 - 16, 16)
     used = -(-10 // BLOCK_SIZE) + -(-12 // BLOCK_SIZE)
     assert after.free_kv_tokens == (16 - used) * BLOCK_SIZE
-    assert after.promised_kv_tokens == scheduler.memory.pool.num_reserved_blocks * BLOCK_SIZE > 0
 
 
 def test_history_is_free() -> None:
@@ -73,14 +64,3 @@ def test_who_is_waited_for_elsewhere_waits() -> None:
     work.wait(0, 30)
     state = load_state(scheduler, work)
     assert (state.num_waiting_by_rank, state.queued_prefill_tokens) == ({0: 1}, 30)
-
-
-def test_what_is_still_to_pass_the_link() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request(1, adapter_id=AdapterId(1), adapter_bytes=300), 0.0)
-    plan = scheduler.schedule(0.0)
-    assert plan is not None
-    (transfer,) = loads_of(plan)
-    assert state_of(scheduler).link_backlog_bytes == 300
-    scheduler.update(TransferProgress(transfer.transfer_id, 1), 1.0)
-    assert state_of(scheduler).link_backlog_bytes == 0

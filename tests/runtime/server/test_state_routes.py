@@ -35,10 +35,7 @@ LOAD = EngineLoadState(
     queued_prefill_tokens=500,
     running_context_tokens=900,
     free_kv_tokens=1000,
-    promised_kv_tokens=100,
     total_kv_tokens=1600,
-    queued_s=0.25,
-    link_backlog_bytes=77,
     measured_over_predicted=1.5,
 )
 
