@@ -98,13 +98,10 @@ class BlockPool:
     def __init__(
         self, num_blocks: int, block_bytes: int, budget: MemoryBudget, pages: Pages | None = None
     ) -> None:
-        """Start without allocated blocks.
+        """``num_blocks``: their limit; all physical ones without ``pages``.
 
-        Args:
-            num_blocks: Limit of blocks; all physical ones if there are no pages.
-            block_bytes: Bytes of a block over all layers.
-            budget: Shared with adapters. With pages it has their bytes.
-            pages: Shared with adapters; None = adapters are elsewhere.
+        ``block_bytes``: over all layers. ``pages``: shared with adapters, and so all bytes of
+        ``budget``; None = adapters are elsewhere.
         """
         assert num_blocks >= 0, num_blocks
         assert block_bytes > 0, block_bytes

@@ -67,6 +67,7 @@ class DeviceMemory:
         self.pins = Pins(cache, pool)
         self._slots = slots = HostSlots(num_host_slots)
         reuse = None if inputs is None else inputs.kv_reuse
+        tree = tree or KvTree(1, pool.block_bytes, cache.policy)  # which stays empty
         self.prefixes = PrefixCache(pool, tree, cache.policy, slots, reuse)
         self.tied_kv = TiedKv(cache, self.prefixes)
         self.transfers = TransferTable() if transfers is None else transfers
@@ -75,7 +76,7 @@ class DeviceMemory:
         self._inputs = inputs
         self.swapper: KvSwapper | None = None
         if num_host_slots:
-            assert tree is not None and inputs is not None
+            assert self.keeps_prefixes and inputs is not None
             self.swapper = KvSwapper(
                 tree, pool, self.prefixes, slots, cache.policy, self.transfers, inputs.costs, self.room
             )

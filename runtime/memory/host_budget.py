@@ -74,40 +74,27 @@ class HostSections:
         return self.num_sections * self.slots_per_section
 
 
+@dataclass(slots=True, eq=False)
 class HostBudget:
-    """Moves sections between adapters and KV, one at a time."""
+    """Moves sections between adapters and KV, one at a time. Both are empty at first."""
 
-    def __init__(
-        self,
-        sections: HostSections,
-        cache: HostCache,
-        slots: HostSlots,
-        prefixes: PrefixCache,
-        new_id: Callable[[], TransferId],
-    ) -> None:
-        """Divide ``cache`` and ``slots``, which are empty.
+    sections: HostSections
+    _cache: HostCache
+    _slots: HostSlots
+    _prefixes: PrefixCache  # drops KV of the slots
+    _new_id: Callable[[], TransferId]  # of moves
+    _move: HostMove | None = None  # until it has ended
+    _is_sent: bool = False
+    _look_at_s: float = -math.inf
+    # When a move is tried again that failed or that open copies prevent; None = none is.
+    wake_at_s: float | None = None
+    _is_last_to_kv: bool = False
+    _turn_at_s: float = -math.inf  # before it no section moves in the other direction
 
-        ``prefixes``: drops KV of ``slots``. ``new_id``: returns ids of moves.
-        """
-        self.sections = sections
-        self._cache = cache
-        self._slots = slots
-        self._prefixes = prefixes
-        self._new_id = new_id
-        next_use = itertools.count(1).__next__
-        cache.divide(
-            sections.section_bytes, range(sections.num_adapter_sections, sections.num_sections), next_use
-        )
-        slots.divide(
-            sections.slots_per_section, range(sections.num_kv_sections, sections.num_sections), next_use
-        )
-        self._move: HostMove | None = None  # until it has ended
-        self._is_sent = False
-        self._look_at_s = -math.inf
-        # When a move is tried again that failed or that open copies prevent; None = none is.
-        self.wake_at_s: float | None = None
-        self._is_last_to_kv = False
-        self._turn_at_s = -math.inf  # before it no section moves in the other direction
+    def __post_init__(self) -> None:
+        one, next_use = self.sections, itertools.count(1).__next__
+        self._cache.divide(one.section_bytes, range(one.num_adapter_sections, one.num_sections), next_use)
+        self._slots.divide(one.slots_per_section, range(one.num_kv_sections, one.num_sections), next_use)
 
     def take_command(self, now_s: float) -> HostMove | None:
         """Return the move for the next plan, if any. What lay in its section has been evicted."""

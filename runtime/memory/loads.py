@@ -4,7 +4,7 @@ Loads are commands for an executor, which reports when they end.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..adapter import AdapterFacts
 from ..plan import AdapterId, AdapterTransfer, HostPlace, HostPlaceId
@@ -18,28 +18,19 @@ from .transfers import OpenLoad, TransferTable
 _OWNER = "registrations"
 
 
+@dataclass(slots=True, eq=False)
 class AdapterLoads:
     """Begins and ends loads. Memory that is reserved for growth is not used for them."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        cache: AdapterCache,
-        pins: Pins,
-        room: RoomMaker,
-        transfers: TransferTable,
-        host: HostCache | None,
-    ) -> None:
-        """All parts belong to the device memory. ``host``: None = it is not planned."""
-        self._pool = pool
-        self._cache = cache
-        self._pins = pins
-        self._room = room
-        self._transfers = transfers
-        self._host = host
-        self._read_in_place: dict[AdapterId, HostPlaceId] = {}  # resident adapters
-        # Versions that may be loaded before a request names them.
-        self.known: dict[AdapterId, AdapterFacts] = {}
+    _pool: BlockPool
+    _cache: AdapterCache
+    _pins: Pins
+    _room: RoomMaker
+    _transfers: TransferTable
+    _host: HostCache | None  # None = it is not planned
+    _read_in_place: dict[AdapterId, HostPlaceId] = field(default_factory=dict)  # resident adapters
+    # Versions that may be loaded before a request names them.
+    known: dict[AdapterId, AdapterFacts] = field(default_factory=dict)
 
     def is_from_memory(self, adapter: AdapterFacts) -> bool:
         """Whether a load reads no files."""
@@ -158,7 +149,7 @@ class AdapterLoads:
         if self._host is None or not self._host.is_device_memory:
             return False  # wait for the end of other loads
         # The device reads adapters in the host's memory: evict one to free a range there.
-        return self._room.evict_adapter(include_waiting=need.may_displace)
+        return self._room.evict_adapters(1, include_waiting=need.may_displace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,12 +161,12 @@ class PrefixCache:
     def __init__(
         self,
         pool: BlockPool,
-        tree: KvTree | None,
+        tree: KvTree,
         policy: MemoryPolicy,
         slots: HostSlots,
         reuse: ReuseShare | None = None,
     ) -> None:
-        """``tree``: blocks of ``pool``, ranked by ``policy``; None = no prefixes are kept.
+        """``tree``: blocks of ``pool``, ranked by ``policy``.
 
         ``slots``: on the host. ``reuse``: counts found and computed blocks; None = not counted.
         """
@@ -183,7 +183,7 @@ class PrefixCache:
     @property
     def num_evictable_blocks(self) -> int:
         """Blocks that no request holds."""
-        return 0 if self._tree is None else self._tree.num_unreferenced_blocks
+        return self._tree.num_unreferenced_blocks
 
     @property
     def num_host_slots(self) -> int:
@@ -193,15 +193,15 @@ class PrefixCache:
     @property
     def num_host_blocks(self) -> int:
         """Blocks with a copy on the host."""
-        return 0 if self._tree is None else self._tree.num_host_blocks
+        return self._tree.num_host_blocks
 
     def match(self, namespace: bytes, token_ids: tuple[int, ...], max_tokens: int) -> Sequence[KvNode]:
         """Return the blocks of the longest known prefix, of at most ``max_tokens`` tokens."""
-        return () if self._tree is None else self._tree.match(namespace, token_ids, max_tokens)
+        return self._tree.match(namespace, token_ids, max_tokens)
 
     def hold(self, path: Sequence[KvNode]) -> None:
         """Hold the blocks of ``path`` until ``release``."""
-        if self._tree is not None and path:
+        if path:
             self._tree.hold(path[-1])
             self._mark_cached()
 
@@ -228,7 +228,6 @@ class PrefixCache:
 
         If an equal block was stored before, ``block_id`` still belongs to the request.
         """
-        assert self._tree is not None, "nothing is kept"
         if parent is None and adapter_id != BASE_ADAPTER:
             self._record_namespace(namespace, adapter_id)
         node = self._tree.insert(namespace, parent, token_ids, block_id)
@@ -241,7 +240,7 @@ class PrefixCache:
         return node
 
     def release(self, path: Sequence[KvNode]) -> None:
-        if self._tree is not None and path:
+        if path:
             self.num_ended_uses += 1
             self.free(self._tree.release(path[-1]))
 
@@ -249,35 +248,27 @@ class PrefixCache:
         """Drop the copies in a section of the host's slots without open copies; use it no more."""
         for node in self._slots.nodes_in(section):
             if node.host_slot is not None:  # else it went with a node before it
-                assert self._tree is not None
                 self.free(self._tree.clear_host_slot(node))
         self._slots.give_section(section)
-
-    def evict(self, node: KvNode) -> None:
-        """Evict the block of a free leaf."""
-        self.evict_all((node,))
 
     def evict_all(self, nodes: Iterable[KvNode]) -> None:
         """Evict the blocks of nodes, each of which is a free leaf when it is taken."""
         freed = FreedKv([], [])
         for node in nodes:
-            assert self._tree is not None
             self._tree.evict(node, freed)
         self.free(freed)
 
     def node_at(self, block_id: BlockId) -> KvNode | None:
         """Return the node that has a block; None if the block is free, or a request's own."""
-        return None if self._tree is None else self._tree.by_block.get(block_id)
+        return self._tree.by_block.get(block_id)
 
     def evicted_with(self, block_id: BlockId) -> list[BlockId]:
         """Return the blocks that ``evict_block`` evicts."""
-        assert self._tree is not None
         nodes = self._tree.unreferenced_from((self._tree.by_block[block_id],))
         return [node.block_id for node in nodes if node.block_id is not None]
 
     def evict_block(self, block_id: BlockId) -> None:
         """Evict an unreferenced block, and before it the blocks of its descendants."""
-        assert self._tree is not None
         self.evict_all([self._tree.by_block[one] for one in self.evicted_with(block_id)])
 
     def evict_behind(self, adapter_id: AdapterId, is_on_device: Callable[[AdapterId], bool]) -> bool:
@@ -289,7 +280,6 @@ class PrefixCache:
         num_left = 0
         for namespace in self._namespaces.get(adapter_id, ()):
             if not any(map(is_on_device, self._versions[namespace])):
-                assert self._tree is not None
                 self.evict_all(self._tree.unreferenced(namespace))
                 num_left += self._tree.num_blocks_of(namespace)
         return not num_left
@@ -301,7 +291,6 @@ class PrefixCache:
         """
         found: list[KvNode] = []
         for namespace in self._namespaces.get(adapter_id, ()):
-            assert self._tree is not None
             found += self._tree.unreferenced(namespace)
         return found
 
@@ -313,7 +302,6 @@ class PrefixCache:
         """Return the blocks that a version can use: on the device, and copies on the host."""
         num_device_blocks = num_host_blocks = 0
         for namespace in self._namespaces.get(adapter_id, ()):
-            assert self._tree is not None
             num_device_blocks += self._tree.num_blocks_of(namespace)
             num_host_blocks += self._tree.num_host_blocks_of(namespace)
         return num_device_blocks, num_host_blocks
@@ -321,16 +309,13 @@ class PrefixCache:
     def take_changed_versions(self) -> set[AdapterId]:
         """Return the versions with changes of their blocks since the last call."""
         changed = set[AdapterId]()
-        if self._tree is not None:
-            for namespace in self._tree.changed:
-                changed |= self._versions.get(namespace, set())
-            self._tree.changed.clear()
+        for namespace in self._tree.changed:
+            changed |= self._versions.get(namespace, set())
+        self._tree.changed.clear()
         return changed
 
     def num_blocks_without(self, is_on_device: Callable[[AdapterId], bool]) -> int:
         """Return the blocks of namespaces without a version on the device. O(namespaces)."""
-        if self._tree is None:
-            return 0
         return sum(
             self._tree.num_blocks_of(namespace)
             for namespace, versions in self._versions.items()
@@ -344,12 +329,10 @@ class PrefixCache:
             versions.remove(adapter_id)
             if not versions:
                 del self._versions[namespace]
-                assert self._tree is not None
                 self.free(self._tree.drop_namespace(namespace))
 
     def _record_namespace(self, namespace: bytes, adapter_id: AdapterId) -> None:
         """Record that a version can use a namespace. Remove those without KV if there are many."""
-        assert self._tree is not None
         self._versions.setdefault(namespace, set()).add(adapter_id)
         self._namespaces.setdefault(adapter_id, {})[namespace] = None
         if len(self._versions) > self._max_namespaces:  # each cache salt adds more

@@ -44,20 +44,19 @@ class MemoryRoom:
         return self.available_bytes >= _ENOUGH_SHARE * self.total_bytes
 
 
+@dataclass(slots=True, eq=False)
 class MemoryRelief:
     """Limits the memory of KV and adapters while memory is short, by evicting idle items."""
 
-    def __init__(self, pool: BlockPool, cache: AdapterCache, room: RoomMaker, host: HostCache | None) -> None:
-        """All parts belong to the device memory. There is no limit at first."""
-        self._pool = pool
-        self._cache = cache
-        self._room = room
-        self._host = host
-        self._look: Callable[[], MemoryRoom | None] = lambda: None
-        self._on_end: Callable[[], None] = lambda: None
-        self._limit_bytes: int | None = None
-        self._enough_since_s: float | None = None
-        self.num_bytes = 0  # evicted in all
+    _pool: BlockPool
+    _cache: AdapterCache
+    _room: RoomMaker
+    _host: HostCache | None
+    _look: Callable[[], MemoryRoom | None] = lambda: None
+    _on_end: Callable[[], None] = lambda: None
+    _limit_bytes: int | None = None
+    _enough_since_s: float | None = None
+    num_bytes: int = 0  # evicted in all
 
     @property
     def is_active(self) -> bool:

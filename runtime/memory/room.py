@@ -5,6 +5,7 @@ The policy ranks, this module knows what is evictable.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from ..adapter import AdapterFacts
 from ..plan import BASE_ADAPTER, AdapterId, BlockId
@@ -73,27 +74,19 @@ class Pins:
                 self._to_load[adapter_id] = self._adapters[adapter_id]
 
 
+@dataclass(slots=True, eq=False)
 class RoomMaker:
     """Knows what is free, and evicts unused prefixes and idle adapters."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        cache: AdapterCache,
-        prefixes: PrefixCache,
-        pins: Pins,
-        evict_adapter: Callable[[AdapterId, EvictionReason], None],
-    ) -> None:
-        """``evict_adapter``: evicts an idle adapter."""
-        self._pool = pool
-        self._cache = cache
-        self._prefixes = prefixes
-        self._pins = pins
-        self._evict_adapter = evict_adapter
-        self.num_draining_blocks = 0  # free or evictable when the steps in flight have ended
-        self.num_copied_blocks = 0  # evictable when copies have ended
-        # Runs that find no place until another use ends, and ended uses: looking is O(pages).
-        self._lacking_runs: dict[tuple[int, ...], int] = {}
+    _pool: BlockPool
+    _cache: AdapterCache
+    _prefixes: PrefixCache
+    _pins: Pins
+    _evict_adapter: Callable[[AdapterId, EvictionReason], None]  # an idle one
+    num_draining_blocks: int = 0  # free or evictable when the steps in flight have ended
+    num_copied_blocks: int = 0  # evictable when copies have ended
+    # Runs that find no place until another use ends, and ended uses: looking is O(pages).
+    _lacking_runs: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def has_adapter_room(self, adapter: AdapterFacts, headroom_bytes: int = 0) -> bool:
         """Whether an adapter can be loaded without evictions, and leaves ``headroom_bytes``."""
@@ -283,7 +276,7 @@ class RoomMaker:
             num_blocks = num_cached - self._prefixes.num_evictable_blocks
             return item.num_bytes + num_blocks * self._pool.block_bytes, num_blocks
         assert isinstance(item, KvNode)
-        self._prefixes.evict(item)
+        self._prefixes.evict_all((item,))
         return item.num_bytes, 1
 
     def _victim(self, *, include_waiting: bool, keep: AdapterId, is_block: bool) -> MemoryItem:
@@ -307,10 +300,7 @@ class RoomMaker:
             return True
         assert self._cache.limit_bytes is not None
         excess_bytes = self._cache.used_bytes + num_bytes - self._cache.limit_bytes
-        victims = self._cache.victims(excess_bytes, include_waiting=include_waiting, keep=keep)
-        for adapter_id in victims:
-            self._evict_adapter(adapter_id, EvictionReason.ADAPTER)
-        return bool(victims)
+        return self.evict_adapters(excess_bytes, include_waiting=include_waiting, keep=keep)
 
     def _free_runs(self, pages: Pages, run_pages: Sequence[int], *, include_waiting: bool) -> bool:
         """Evict whole extents until runs of these lengths find places.
@@ -399,9 +389,11 @@ class RoomMaker:
         node = self._prefixes.node_at(BlockId(page))
         return node is not None and not node.num_references
 
-    def evict_adapter(self, *, include_waiting: bool) -> bool:
-        """Evict the next idle adapter for another one. Return whether there was one."""
-        victims = self._cache.victims(1, include_waiting=include_waiting)
+    def evict_adapters(
+        self, num_bytes: int, *, include_waiting: bool, keep: AdapterId = BASE_ADAPTER
+    ) -> bool:
+        """Evict idle adapters of at least ``num_bytes`` for another one. False if there are none."""
+        victims = self._cache.victims(num_bytes, include_waiting=include_waiting, keep=keep)
         for adapter_id in victims:
             self._evict_adapter(adapter_id, EvictionReason.ADAPTER)
         return bool(victims)

@@ -6,6 +6,7 @@ A copy holds its blocks from its plan to its end, and belongs to no request.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from ...profiles.link import Direction
 from ..plan import BlockId, HostSlot, KvTransfer
@@ -32,46 +33,25 @@ _CHANGE_SHARE = 0.01
 _MAX_SWAP_INS = 2  # copies from the host for a waiting request; then it computes the KV
 
 
+@dataclass(slots=True, eq=False)
 class KvSwapper:
     """Plans copies of KV blocks between the device and the host."""
 
-    def __init__(
-        self,
-        tree: KvTree,
-        pool: BlockPool,
-        prefixes: PrefixCache,
-        slots: HostSlots,
-        policy: RankingPolicy,
-        transfers: TransferTable,
-        costs: ReloadCosts,
-        room: RoomMaker,
-    ) -> None:
-        """Start without copies.
-
-        Args:
-            tree: Nodes, with blocks of ``pool`` and ``slots``.
-            pool: Blocks on the device.
-            prefixes: Frees blocks and slots that the tree returns.
-            slots: Slots on the host.
-            policy: Ranks evictions from the device.
-            transfers: Begins copies.
-            costs: Costs of copying and of computing.
-            room: Makes room for blocks from the host.
-        """
-        self._tree = tree
-        self._pool = pool
-        self._prefixes = prefixes
-        self._slots = slots
-        self._policy = policy
-        self._transfers = transfers
-        self._costs = costs
-        self._room = room
-        self._coming: dict[KvNode, OpenCopy] = {}  # their blocks must not be read yet
-        self._num_leaving = 0  # blocks of copies to the host
-        # When the order was last read: blocks at its beginning with copies, and the tree's counts.
-        self._num_copied_ahead = 0
-        self._num_claims, self._num_unreferenced = 0, 0
-        self._has_more = True  # more could have been copied
+    _tree: KvTree  # with blocks of the pool and slots
+    _pool: BlockPool
+    _prefixes: PrefixCache  # frees blocks and slots that the tree returns
+    _slots: HostSlots
+    _policy: RankingPolicy  # of evictions from the device
+    _transfers: TransferTable
+    _costs: ReloadCosts
+    _room: RoomMaker
+    _coming: dict[KvNode, OpenCopy] = field(default_factory=dict)  # their blocks must not be read yet
+    _num_leaving: int = 0  # blocks of copies to the host
+    # When the order was last read: blocks at its beginning with copies, and the tree's counts.
+    _num_copied_ahead: int = 0
+    _num_claims: int = 0
+    _num_unreferenced: int = 0
+    _has_more: bool = True  # more could have been copied
 
     def num_readable(self, path: Sequence[KvNode]) -> int:
         """Return the number of blocks at the beginning of a path with KV on the device."""

@@ -13,6 +13,7 @@ Source: FastLibra section 5.3.
 
 from collections import deque
 from collections.abc import Container, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 from ...profiles.link import Direction
@@ -35,36 +36,28 @@ _MAX_CANDIDATES = 5000  # for one look: of those that the policy remembers, and 
 _Swap = AdapterId | list[KvNode]  # consecutive nodes, parents first
 
 
+@dataclass(eq=False)
 class WatermarkSwaps:
     """Decides at each look what is swapped, begins swaps, and cancels them."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        cache: AdapterCache,
-        prefixes: PrefixCache,
-        room: RoomMaker,
-        loads: AdapterLoads,
-        transfers: TransferTable,
-        swapper: KvSwapper | None,
-        max_history_blocks: int | None,
-    ) -> None:
-        """All parts belong to the device memory; the policy of ``cache`` has watermarks."""
-        marks = cache.policy.rules.watermarks
-        assert isinstance(cache.policy, SwappingPolicy) and marks is not None, cache.policy
+    _pool: BlockPool
+    _cache: AdapterCache  # whose policy has watermarks
+    _prefixes: PrefixCache
+    _room: RoomMaker
+    _loads: AdapterLoads
+    _transfers: TransferTable
+    _swapper: KvSwapper | None
+    _max_history_blocks: int | None
+
+    def __post_init__(self) -> None:
+        policy, budget = self._cache.policy, self._pool.budget
+        marks = policy.rules.watermarks
+        assert isinstance(policy, SwappingPolicy) and marks is not None, policy
+        self._policy: SwappingPolicy = policy
         self._interval_s = marks.interval_s
-        self._low_bytes = int(marks.low * pool.budget.capacity_bytes)
-        self._high_bytes = int(marks.high * pool.budget.capacity_bytes)
-        self._pool = pool
-        self._cache = cache
-        self._policy: SwappingPolicy = cache.policy
-        self._prefixes = prefixes
-        self._room = room
-        self._loads = loads
-        self._transfers = transfers
-        self._swapper = swapper
-        self._max_history_blocks = max_history_blocks
-        self._max_run = max(1, _RUN_BYTES // pool.block_bytes)
+        self._low_bytes = int(marks.low * budget.capacity_bytes)
+        self._high_bytes = int(marks.high * budget.capacity_bytes)
+        self._max_run = max(1, _RUN_BYTES // self._pool.block_bytes)
         self._decided: deque[_Swap] = deque()  # and not begun
         self._look_s = 0.0  # the next look
         self._must_look = True  # something may have changed since the last one

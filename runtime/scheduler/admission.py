@@ -1,5 +1,7 @@
 """Admits waiting requests as far as the device has room, and loads adapters."""
 
+from dataclasses import dataclass
+
 from ..memory.adapter_cache import AdapterState
 from ..memory.device_memory import DeviceMemory
 from ..memory.grant import Grant, Need, Verdict
@@ -13,27 +15,18 @@ from .step_draft import StepDraft
 from .waiting_queue import WaitingWork
 
 
+@dataclass(frozen=True, slots=True)
 class Admission:
     """Admits the candidates of a policy for which the device has room."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: SchedulerPolicy,
-        memory: DeviceMemory,
-        running: RunningSet,
-        cold_starts: ColdStarts,
-        counters: SchedulerCounters,
-    ) -> None:
-        """All parts belong to the scheduler."""
-        self._config = config
-        self._policy = policy
-        self._limits = policy if isinstance(policy, PolicyWithLimits) else None
-        self._memory = memory
-        self._running = running
-        self._cold_starts = cold_starts
-        self._counters = counters
-        self.waiting = WaitingWork(memory.cache)
+    _config: SchedulerConfig
+    _policy: SchedulerPolicy
+    _limits: PolicyWithLimits | None  # the policy, if it has limits of its own
+    _memory: DeviceMemory
+    _running: RunningSet
+    _cold_starts: ColdStarts
+    _counters: SchedulerCounters
+    _waiting: WaitingWork
 
     def admit(self, draft: StepDraft, now_s: float) -> None:
         """Admit until no slot is left or the policy stops. Put rows into ``draft`` if it has room.
@@ -133,7 +126,7 @@ class Admission:
         request.has_short_kv = threshold is not None and request.num_known_tokens < threshold
 
     def _start(self, request: Request, grant: Grant, draft: StepDraft, now_s: float) -> None:
-        self.waiting.remove(request)
+        self._waiting.remove(request)
         self._running.start(request, grant)
         num_found, num_copied = request.begin(request.num_kept_tokens)
         self._counters.prompt_tokens_cached += num_found

@@ -1,6 +1,7 @@
 """Continues running requests: allocates memory for their growth, and plans their rows."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..request import Request, RequestStatus
 from .cold import ColdStarts
@@ -11,25 +12,16 @@ from .running_set import RunningSet
 from .step_draft import StepDraft
 
 
+@dataclass(frozen=True, slots=True)
 class Continuation:
     """Fills a step with rows of running requests, and preempts if their growth lacks memory."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: SchedulerPolicy,
-        running: RunningSet,
-        cold_starts: ColdStarts,
-        counters: SchedulerCounters,
-        enqueue: Callable[[Request, float], None],
-    ) -> None:
-        """All parts belong to the scheduler. ``enqueue``: adds a request to the policy's queue."""
-        self._config = config
-        self._policy = policy
-        self._running = running
-        self._cold_starts = cold_starts
-        self._counters = counters
-        self._enqueue = enqueue
+    _config: SchedulerConfig
+    _policy: SchedulerPolicy
+    _running: RunningSet
+    _cold_starts: ColdStarts
+    _counters: SchedulerCounters
+    _enqueue: Callable[[Request, float], None]  # into the policy's queue
 
     def reset_outgrown(self, draft: StepDraft, now_s: float) -> None:
         """Recompute requests that have reached the length at which their KV becomes useless.

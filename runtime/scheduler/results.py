@@ -1,6 +1,7 @@
 """Applies step results to requests: tokens, retries and failures, row by row."""
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from ..plan import Outcome, RequestId, RetryCause, RowResult
 from ..request import Request, RequestStatus
@@ -13,24 +14,17 @@ from .step_draft import InFlightStep
 _Row = tuple[Request, int, int, bool, bool]
 
 
+@dataclass(frozen=True, slots=True)
 class ResultReader:
     """Applies results, and returns events. The caller ends the requests of final events.
 
     Results are dropped if the request has ended, or if the row follows one that is retried.
     """
 
-    def __init__(
-        self,
-        eos_token_ids: frozenset[int],
-        running: RunningSet,
-        recovery: Recovery,
-        counters: SchedulerCounters,
-    ) -> None:
-        """``running``: records returned rows. ``recovery``: records rows without a result."""
-        self._eos_token_ids = eos_token_ids
-        self._running = running
-        self._recovery = recovery
-        self._counters = counters
+    _eos_token_ids: frozenset[int]
+    _running: RunningSet  # records returned rows
+    _recovery: Recovery  # records rows without a result
+    _counters: SchedulerCounters
 
     def apply(
         self,

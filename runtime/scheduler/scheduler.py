@@ -38,7 +38,7 @@ from .running_set import RunningSet
 from .step_draft import InFlightStep, StepDraft
 from .step_times import StepPace, StepTimes
 from .timeline import Timelines
-from .waiting_queue import QueueTime
+from .waiting_queue import QueueTime, WaitingWork
 
 
 class Scheduler:
@@ -84,8 +84,11 @@ class Scheduler:
         self._continuation = Continuation(
             config, policy, self._running, self.cold_starts, self.counters, self._enqueue
         )
-        self._admission = Admission(config, policy, memory, self._running, self.cold_starts, self.counters)
-        self.waiting = self._admission.waiting  # sums over requests
+        self.waiting = WaitingWork(memory.cache)
+        self._limits = policy if isinstance(policy, PolicyWithLimits) else None
+        self._admission = Admission(
+            config, policy, self._limits, memory, self._running, self.cold_starts, self.counters, self.waiting
+        )
         self._queue_time = QueueTime(config.max_queue_s)
         self._recovery = Recovery(config.max_num_batched_tokens)
         self._results = ResultReader(frozenset(eos_token_ids), self._running, self._recovery, self.counters)
@@ -115,7 +118,7 @@ class Scheduler:
 
     def policy_counts(self) -> Mapping[str, float]:
         """Return the gauges of a policy with limits of its own, by name."""
-        return self._policy.counts() if isinstance(self._policy, PolicyWithLimits) else {}
+        return {} if self._limits is None else self._limits.counts()
 
     @property
     def requests(self) -> Iterable[Request]:

@@ -145,7 +145,7 @@ def test_a_load_without_room_takes_sections_at_once_but_none_that_a_copy_uses(ho
 def test_a_held_block_that_only_the_host_has_stays_there(host: Host) -> None:
     path = host.keep_kv(8)
     for node in reversed(path[1:]):
-        host.prefixes.evict(node)
+        host.prefixes.evict_all((node,))
     host.prefixes.hold(path[:3])
     assert host.use("all", 8) is None
     for _ in range(3):

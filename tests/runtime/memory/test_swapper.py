@@ -93,7 +93,7 @@ def send_away(
         copy_all(memory)
         for node in reversed(path):
             if node.is_free_leaf and node.host_slot is not None:
-                memory.prefixes.evict(node)
+                memory.prefixes.evict_all((node,))
     clear(memory)
     return path
 
@@ -157,7 +157,7 @@ def test_a_host_with_little_room_is_not_filled_again_and_again() -> None:
     path = keep(memory, 100, 100)
     assert copy_all(memory) == 2
     for num_left in range(99, 90, -1):
-        memory.prefixes.evict(path[num_left])
+        memory.prefixes.evict_all((path[num_left],))
         keep(memory, 1_000 * num_left, 1)
         assert copy_all(memory) <= 1, "its copy takes the place of one that is on the host alone"
 
@@ -264,7 +264,7 @@ def test_an_adapter_leaves_while_its_blocks_move(direction: Direction) -> None:
     end(memory, copy)
     if direction is Direction.TO_DEVICE:
         for node in reversed(path):
-            memory.prefixes.evict(node)
+            memory.prefixes.evict_all((node,))
         copy = bring(memory, 1, 3)
     else:
         (copy,) = copies_of(memory)

@@ -96,7 +96,7 @@ class Tier:
             self.settle()
             for node in reversed(path):
                 if node.is_free_leaf and node.host_slot is not None:
-                    self.memory.prefixes.evict(node)
+                    self.memory.prefixes.evict_all((node,))
         else:
             raise AssertionError("it does not leave")
         self.memory.prefixes.drop_version(FILLER)
@@ -524,7 +524,7 @@ class BalanceMachine(RuleBasedStateMachine):
             self.settle()
             num_blocks = min(20, memory.prefixes.num_evictable_blocks)
             memory.room.free_up(0, num_blocks, include_waiting=True, keep=BASE_ADAPTER)
-        while with_adapters and memory.room.evict_adapter(include_waiting=True):
+        while with_adapters and memory.room.evict_adapters(1, include_waiting=True):
             pass
         memory.pool.free(taken)
         self.act(0.0)

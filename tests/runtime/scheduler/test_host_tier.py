@@ -244,7 +244,7 @@ def test_what_made_way_again_is_brought_once_more_and_then_computed(num_away: in
         engine.end_copies()
         engine.end_step()
         for node in reversed(engine.match()):
-            engine.memory.prefixes.evict(node)
+            engine.memory.prefixes.evict_all((node,))
     engine.finish()
     engine.check(request)
     assert request.found.num_host_cached_tokens == (12 if num_away == 1 else 0)
