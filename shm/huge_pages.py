@@ -18,6 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
 MADV_DONTNEED, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE = 4, 14, 15, 23  # Linux's
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _FILLED_AT_ONCE = 8 * HUGE_PAGE_BYTES
 _FILLED_BY_THREAD = 32 * HUGE_PAGE_BYTES
 
@@ -27,8 +28,7 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
 
     Releases the GIL, unlike ``mmap.madvise``.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) != 0:
+    if _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) != 0:
         number = ctypes.get_errno()
         name = errno.errorcode.get(number, str(number))
         _LOG.debug("madvise(%d) of %d bytes: %s: %s", advice, num_bytes, name, os.strerror(number))

@@ -26,7 +26,8 @@ from ...runtime.adapters.resolved import (
 )
 from ...runtime.adapters.target_map import Target, TargetMap
 from ...runtime.adapters.values import REFUSED_IN_BFLOAT16
-from ...shm.arena import RegionPlace, RegionSpec
+from ...shm.arena import PAGE_BYTES, RegionPlace, RegionSpec
+from ...shm.huge_pages import fill
 from ...shm.region import TOKEN_BYTES, Region, TargetSize, plan_region, read_header, row_start, write_header
 from .base import OwnRows, PackedLora
 from .convert import to_tensor
@@ -334,6 +335,9 @@ class RegionWriter:
                 self._layout.convert(raw, data)  # raises the error
 
     def _prepare(self, plan: GroupPlan, part: torch.Tensor) -> None:
+        # In one call: to write fresh pages otherwise takes a fault for each.
+        start = part.data_ptr() & -PAGE_BYTES
+        fill(start, part.data_ptr() + part.numel() - start, ())
         self._layout.prepare(plan, part, self._packed, self._places, self._makers)
 
     def _write_one(self, raw: RawTensor, data: memoryview) -> None:
