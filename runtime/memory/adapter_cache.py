@@ -7,6 +7,7 @@ when they end.
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..plan import BASE_ADAPTER, AdapterId
 from .adapter_log import AdapterLog, EvictionReason
@@ -30,16 +31,14 @@ class AdapterState(enum.Enum):
 class DeviceCopy:
     """The device copy of an adapter version. A version that is loaded again has the same object."""
 
+    is_adapter: ClassVar[bool] = True
+
     adapter_id: AdapterId
     num_bytes: int
     state: AdapterState
     num_references: int = 0  # running requests, and ended ones that a step in flight uses
     has_failed: bool = False  # its load; the entry is removed with the last reference
     can_return: bool = True  # False: the version was dropped
-
-    @property
-    def is_adapter(self) -> bool:
-        return True
 
 
 class AdapterCache:
@@ -72,6 +71,7 @@ class AdapterCache:
         # Also of versions that have left the device: policies may remember them.
         self._copies: dict[AdapterId, DeviceCopy] = {}
         self._entries = {BASE_ADAPTER: DeviceCopy(BASE_ADAPTER, 0, AdapterState.RESIDENT, num_references=1)}
+        self.on_device = self._entries.keys()  # a live view; loading ones, too
         self._idle: dict[AdapterId, DeviceCopy] = {}  # resident, unreferenced and not pinned
         self._pinned: set[AdapterId] = set()
         self._idle_bytes = 0

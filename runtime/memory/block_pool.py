@@ -40,7 +40,7 @@ class MemoryBudget:
 
         Negative after reserved evictable bytes came into use. ``reserve_growth`` corrects that.
         """
-        return self.reservable_bytes - self._reserved_bytes
+        return self.free_bytes + self._evictable_bytes - self._reserved_bytes
 
     @property
     def available_bytes(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..adapter import AdapterFacts
 from ..plan import AdapterId, AdapterTransfer, HostPlace, HostPlaceId
-from .adapter_cache import AdapterCache, AdapterState
+from .adapter_cache import AdapterCache
 from .block_pool import BlockPool, MemoryBudget
 from .grant import Need, RunningRequests
 from .host_cache import HostCache
@@ -103,7 +103,7 @@ class AdapterLoads:
         is_demand: bool = False,
     ) -> bool:
         """Load an absent adapter that no request waits for. False if there is no room."""
-        if self._cache.state(adapter_id) is not AdapterState.ABSENT:
+        if adapter_id in self._cache.on_device:
             return True
         assert adapter is not None, adapter_id
         headroom_bytes = 0

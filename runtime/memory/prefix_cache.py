@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..plan import BASE_ADAPTER, AdapterId, BlockId, HostSlot
-from .adapter_cache import AdapterCache, AdapterState
+from .adapter_cache import AdapterCache
 from .block_pool import BlockPool
 from .kv_tree import FreedKv, KvNode, KvTree
 from .policies.policy import MemoryPolicy
@@ -396,7 +396,7 @@ class TiedKv:
 
     def _is_on_device(self, adapter_id: AdapterId) -> bool:
         """Whether an adapter is on the device, or loading."""
-        return self._cache.state(adapter_id) is not AdapterState.ABSENT
+        return adapter_id in self._cache.on_device
 
 
 def kv_namespace(

@@ -51,7 +51,7 @@ class WaitingQueue:
         while index < len(self._front) or self._see_next():
             entry = self._front[index]
             index += 1
-            if self._is_waiting(entry):
+            if not self._has_removed or self._is_waiting(entry):
                 yield entry[-1]
 
     def add(self, request: Request, key: float) -> None:

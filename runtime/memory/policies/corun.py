@@ -83,8 +83,7 @@ class CorunMemoryPolicy:
             went = uses.rank if lowest is None or uses.rank < lowest else lowest
             if self._floor < went < math.inf:
                 self._floor = went
-        if item in self._offered:
-            self._offered.remove(item)
+        self._offered.discard(item)
 
     def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         return self._offered.ranked(is_adapter)

@@ -33,8 +33,7 @@ class LruPolicy:
 
     def remove(self, item: MemoryItem) -> None:
         self._last_use.pop(item, None)
-        if item in self._offered:
-            self._offered.remove(item)
+        self._offered.discard(item)
 
     def victims(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         if is_adapter is not None or self.rules.keeps_idle_adapters:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, merge
+from itertools import islice
 from operator import itemgetter
 
 from .policy import MemoryItem
@@ -29,17 +30,19 @@ class RankedHeap:
 
     def ranked(self, is_adapter: bool | None = None) -> Iterator[MemoryItem]:
         """Yield adapters, blocks, or both by rank. The heap must not change meanwhile."""
-        if is_adapter is None:
-            is_adapter = bool(self._tickets[True])
-            if is_adapter and self._tickets[False]:
-                return map(_ITEM, merge(self._entries(is_adapter=False), self._entries(is_adapter=True)))
-        return map(_ITEM, self._entries(is_adapter=is_adapter))
+        top = self._top(is_adapter)
+        if top is None:
+            return
+        yield top[2]  # most callers take no more
+        kinds = (False, True) if is_adapter is None else (is_adapter,)
+        entries = merge(*(self._entries(is_adapter=kind) for kind in kinds))
+        yield from map(_ITEM, islice(entries, 1, None))
 
     @property
     def lowest_rank(self) -> float | None:
         """The lowest rank of all items; None if there is none."""
-        tops = [heap[0] for heap in self._heaps.values() if heap]
-        return min(tops)[0] if tops else None
+        top = self._top(None)
+        return None if top is None else top[0]
 
     def push(self, item: MemoryItem, rank: float) -> None:
         """Add an item, which must not be in the heap."""
@@ -51,13 +54,29 @@ class RankedHeap:
 
     def remove(self, item: MemoryItem) -> None:
         """Remove an item, which must be in the heap."""
+        assert item in self, item
+        self.discard(item)
+
+    def discard(self, item: MemoryItem) -> None:
+        """Remove an item if it is in the heap."""
         heap, tickets = self._heaps[item.is_adapter], self._tickets[item.is_adapter]
-        del tickets[item]
+        if tickets.pop(item, None) is None:
+            return
         if len(heap) > 2 * len(tickets) + _FEW_DEAD:
             heap[:] = [entry for entry in heap if tickets.get(entry[2]) == entry[1]]
             heapify(heap)
         while heap and tickets.get((top := heap[0])[2]) != top[1]:
             heappop(heap)
+
+    def _top(self, is_adapter: bool | None) -> _Entry | None:
+        """Return the first entry of one kind, or of both; None if there is none."""
+        if is_adapter is None:
+            blocks, adapters = self._heaps[False], self._heaps[True]
+            if blocks and adapters:
+                return min(blocks[0], adapters[0])
+            is_adapter = bool(adapters)
+        heap = self._heaps[is_adapter]
+        return heap[0] if heap else None
 
     def _entries(self, *, is_adapter: bool) -> Iterator[_Entry]:
         heap, tickets = self._heaps[is_adapter], self._tickets[is_adapter]
