@@ -192,6 +192,16 @@ def test_a_prefix_comes_back_to_new_blocks_and_is_read_at_the_end() -> None:
     assert memory.pool.num_used_blocks == 0
 
 
+def test_what_no_request_waits_for_takes_no_reserved_blocks() -> None:
+    memory = make()
+    path = send_away(memory, 1, 6)
+    for num_reserved in (NUM_BLOCKS - 5, NUM_BLOCKS - 6):
+        memory.pool.reserve_growth(num_reserved)
+        assert swapper_of(memory).bring(path, 0.0) == (num_reserved == NUM_BLOCKS - 6)
+        assert memory.pool.num_reserved_blocks == num_reserved
+        check_invariants(memory)
+
+
 def test_slots_that_are_read_are_nobody_elses() -> None:
     memory = make(num_host_slots=3)
     path = send_away(memory, 1, 3)

@@ -119,11 +119,13 @@ def test_a_request_waits_for_its_prefix_and_others_go_on() -> None:
     (copy,) = engine.copies()
     assert copy in plan.transfers and copy.is_demand and len(copy.block_ids) == 3
     assert list(rows_of(plan)) == [other.request_id]
+    assert [node.awaited_by for node in engine.match()] == [waiting] * 3
     engine.end_step()
     assert list(rows_of(engine.schedule())) == [other.request_id]
     engine.end_copies()
     engine.end_step()
     assert rows_of(engine.schedule())[waiting.request_id][1:3] == (12, 1)
+    assert [node.awaited_by for node in engine.match()] == [None] * 3
     engine.finish()
     engine.check(waiting, other)
     assert (waiting.found.num_cached_tokens, waiting.found.num_host_cached_tokens) == (12, 12)
@@ -166,6 +168,7 @@ def test_two_that_need_the_same_wait_for_one_copy() -> None:
     pair = engine.ask(), engine.ask()
     engine.schedule()
     assert len(engine.copies()) == 1
+    assert [node.awaited_by for node in engine.match()] == [pair[1]] * 3
     engine.finish()
     engine.check(*pair)
     assert [request.found.num_host_cached_tokens for request in pair] == [12, 12]
