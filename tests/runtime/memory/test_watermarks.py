@@ -351,6 +351,13 @@ def test_swaps_begin_a_few_at_a_time_and_a_demand_cancels_the_rest() -> None:
     assert len(tier.plan(20.3)) == 4
 
 
+def test_while_the_machine_is_short_of_memory_nothing_comes_back() -> None:
+    tier = large()
+    tier.swaps.turn(20.0, may_bring=False)
+    assert not len(tier.memory.transfers) and tier.swaps.wake_at_s is None
+    assert len(tier.plan(20.2)) == 4
+
+
 def test_swaps_that_would_pass_the_high_mark_are_cancelled() -> None:
     tier = large()
     first, *others = tier.plan(20.0)
