@@ -10,6 +10,7 @@ from corun.runtime.memory import watermarks
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.kv_tree import KvNode
+from corun.runtime.memory.loads import AdapterLoads
 from corun.runtime.memory.policies.policy import SwappingPolicy
 from corun.runtime.memory.watermarks import WatermarkSwaps
 from corun.runtime.plan import (
@@ -207,6 +208,16 @@ def test_a_load_that_failed_is_not_repeated_before_a_request_names_the_adapter()
     assert tier.memory.loads.begin(AdapterId(1), facts(500), 3.0)
     tier.end(*tier.plan(3.0), error="bad luck")
     assert num_coming(tier.plan(4.0)) == 1
+
+
+def test_no_adapter_is_read_from_files_before_a_request_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Tier()
+    tier.memory.know(AdapterId(1), facts(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(AdapterLoads, "is_from_memory", lambda *_: False)
+        assert tier.plan(20.0) == []
+    (load,) = tier.plan(20.2)
+    assert isinstance(load, AdapterTransfer) and load.adapter_id == AdapterId(1)
 
 
 def test_a_look_considers_the_latest_adapters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
