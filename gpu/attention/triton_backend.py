@@ -4,6 +4,8 @@ Importing this module does not import Triton; constructing ``TritonAttention`` d
 without Triton can therefore import everything else.
 """
 
+import math
+
 import torch
 
 from ..forward.batch import AttentionMetadata
@@ -18,8 +20,11 @@ _MIN_SPLIT_TOKENS = 512
 # Tiles of keys of one program in a decode batch: a step waits for its longest context.
 _MAX_DECODE_ROUNDS = 64
 _MIN_TILE = 16  # of tl.dot
+_ALIGNMENT = 8  # values of 16 bits; more does not make loads wider
 # Values that a warp has in registers without spilling: of the weighted sum, float32.
 _WARP_VALUES = 1024
+_TALL_DIM = 128  # the widest head of which 128 rows have their sums in registers
+_LARGE_SHARED_BYTES = 160 << 10
 # Shared memory of an H100; the limit of a program without a device: in the interpreter.
 _DEFAULT_SHARED_BYTES = 227 << 10
 
@@ -134,6 +139,7 @@ class TritonAttention:
             num_splits, split_tokens = _splits(metadata, kv_heads, tile_n, params.sliding_window)
         else:
             num_tiles = -(-metadata.max_query_len // (tile_m // group_pad))
+        alignment = math.gcd(_ALIGNMENT, query.stride(0), query.stride(1))
         # Arguments are the same with and without splits; unused ones may be any tensor.
         sums = logs = attended
         if num_splits > 1:
@@ -154,8 +160,8 @@ class TritonAttention:
             metadata.block_tables,
             params.scaling,
             params.softcap or 1.0,
-            query.stride(0),
-            query.stride(1),
+            query.stride(0) // alignment,
+            query.stride(1) // alignment,
             key_blocks.stride(0),
             key_blocks.stride(1),
             value_blocks.stride(0),
@@ -174,11 +180,12 @@ class TritonAttention:
             HAS_SOFTCAP=params.softcap is not None,
             HAS_SINKS=params.sinks is not None,
             IS_DECODE=is_decode,
+            QUERY_ALIGNMENT=alignment,
             NUM_SPLITS=num_splits,
             TILE_M=tile_m,
             TILE_N=tile_n,
             num_warps=num_warps(tile_m, value_pad),
-            num_stages=2,
+            num_stages=num_stages(self._shared_bytes),
         )
         if num_splits > 1:
             self._launch_merge(
@@ -210,8 +217,9 @@ def tile_shape(
     """Rows (query tokens x heads of a group) and keys of a tile.
 
     A tile of keys and one of values take up to 32 KiB of shared memory each, less on devices with
-    less shared memory, and half in prefill, where registers are full as well. float32 is multiplied
-    without tensor cores, by code that grows with the tile, so its tile is small.
+    less shared memory, and half in prefill, where registers are full as well. Prefill reads keys
+    for twice as many rows where shared memory is large. float32 is multiplied without tensor
+    cores, by code that grows with the tile, so its tile is small.
 
     Args:
         group_pad: Heads of a group, padded; a tile has as many rows at least.
@@ -225,16 +233,17 @@ def tile_shape(
     if element_bytes > 2:
         num_rows, num_keys = _MIN_TILE, min(32, (16 << 10) // (dim * element_bytes))
     else:
-        num_rows = _MIN_TILE if is_decode else 64
+        is_tall = dim <= _TALL_DIM and num_stages(shared_bytes) > 2
+        num_rows = _MIN_TILE if is_decode else 128 if is_tall else 64
         num_keys = min(64, ((32 if is_decode else 16) << 10) // (dim * element_bytes))
     num_rows, num_keys = max(num_rows, group_pad), max(num_keys, _MIN_TILE)
     min_rows = max(_MIN_TILE, group_pad)
 
     def is_too_large() -> bool:
-        # Queries; keys and values twice where the compiler prefetches, otherwise once and the
-        # weights beside them.
+        # Queries; keys and values of all rounds that are in flight, or once and the weights beside
+        # them.
         widths = key_pad + value_pad
-        elements = num_rows * key_pad + num_keys * max(2 * widths, widths + num_rows)
+        elements = num_rows * key_pad + num_keys * max(num_stages(shared_bytes) * widths, widths + num_rows)
         return elements * element_bytes > shared_bytes
 
     while num_keys > _MIN_TILE and is_too_large():
@@ -242,6 +251,11 @@ def tile_shape(
     while num_rows > min_rows and is_too_large():
         num_rows //= 2
     return num_rows, num_keys
+
+
+def num_stages(shared_bytes: int) -> int:
+    """Rounds of keys and values that are in flight: those loaded and the one multiplied."""
+    return 3 if shared_bytes >= _LARGE_SHARED_BYTES else 2
 
 
 def num_warps(num_rows: int, value_pad: int) -> int:

@@ -12,8 +12,8 @@ from .upload import Mirror, upload
 
 # On a GPU one program multiplies a piece of a segment. Pieces of few tokens are short, so that many
 # programs share the work; those of many are long, so that matrices are read less often.
-FEW_TOKENS = 1024  # of a pass
-_SHORT_PIECE, _LONG_PIECE = 16, 32
+FEW_TOKENS = 256  # of a pass
+SHORT_PIECE, _LONG_PIECE = 4, 32
 
 
 class BlockTables:
@@ -150,7 +150,7 @@ def lora_batch(
 
 def cut_segments(segments: Sequence[tuple[int, int, int]], num_tokens: int) -> list[tuple[int, int, int]]:
     """Cut segments of a pass of ``num_tokens`` into pieces for one program each."""
-    length = _SHORT_PIECE if num_tokens <= FEW_TOKENS else _LONG_PIECE
+    length = SHORT_PIECE if num_tokens <= FEW_TOKENS else _LONG_PIECE
     return [
         (first, min(first + length, end), row)
         for begin, end, row in segments

@@ -15,24 +15,54 @@ from ..forward.triton_launch import KernelLauncher
 from .base import PackedLora
 from .matrix_layout import ROWS, MatrixLayout
 from .table import LoraTable
-from .triton_kernels import expand_kernel, shrink_kernel
+from .triton_kernels import expand_each_kernel, expand_kernel, shrink_kernel
 
 
 class Tiles(NamedTuple):
-    """Sizes of one program's tiles."""
+    """Sizes of one program's tiles, and how it is compiled."""
 
     tokens: int
-    ranks: int
+    shrink_ranks: int
     shrink_in: int
+    shrink_warps: int
+    shrink_stages: int
+    expand_ranks: int
     expand_out: int
+    expand_warps: int
+    expand_stages: int
     num_splits: int
 
 
-# Few tokens: little work per weight, so more programs share a row of A. Many: more reuse.
-DECODE_TILES = Tiles(tokens=16, ranks=16, shrink_in=128, expand_out=64, num_splits=8)
-PREFILL_TILES = Tiles(tokens=32, ranks=32, shrink_in=64, expand_out=128, num_splits=1)
+# Few tokens: little work per weight, so all that a program reads is in flight at once. A program
+# expands ``tokens`` of them at most, one after the other. Many: more reuse, by tensor cores.
+FEW_TILES = Tiles(
+    tokens=4,
+    shrink_ranks=16,
+    shrink_in=128,
+    shrink_warps=4,
+    shrink_stages=5,
+    expand_ranks=32,
+    expand_out=256,
+    expand_warps=4,
+    expand_stages=1,
+    num_splits=8,
+)
+MANY_TILES = Tiles(
+    tokens=32,
+    shrink_ranks=32,
+    shrink_in=128,
+    shrink_warps=4,
+    shrink_stages=4,
+    expand_ranks=32,
+    expand_out=128,
+    expand_warps=4,
+    expand_stages=1,
+    num_splits=4,
+)
 
 _SHRINK, _EXPAND = KernelLauncher(shrink_kernel), KernelLauncher(expand_kernel)
+_EXPAND_EACH = KernelLauncher(expand_each_kernel)
+_MIN_TILE_TOKENS = 16  # of tl.dot
 _ALIGNMENT = 16  # values; more does not make loads wider
 
 
@@ -80,10 +110,10 @@ class TritonLora:
         self._dtype = dtype
         self._groups: dict[tuple[int, ...], _Group] = {}  # see ``_group_of``
         self._hidden = torch.empty(0, dtype=torch.float32, device=table.device)
-        self._scratch(max(DECODE_TILES.num_splits, PREFILL_TILES.num_splits) * most_values)
-        # Products of float32 inputs: exact for a float32 model; for 16 bits three tf32 products
-        # keep h to float32's precision on tensor cores.
-        self._expand_precision = "ieee" if dtype == torch.float32 else "tf32x3"
+        self._scratch(max(FEW_TILES.num_splits, MANY_TILES.num_splits) * most_values)
+        # Products of float32 inputs: exact for a float32 model; for 16 bits three products keep h
+        # to float32's precision on tensor cores, of bfloat16 at twice the rate of tf32.
+        self._expand_precision = {torch.float32: "ieee", torch.bfloat16: "bf16"}.get(dtype, "tf32x3")
 
     def pack(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> PackedLora:
         """A [rank, in_features] as it is, B transposed to [rank, out_features]; contiguous."""
@@ -109,42 +139,64 @@ class TritonLora:
         assert batch.segment_ends_host[-1] <= num_tokens
         table = self.table
         assert table.mirror.is_current, "the device lacks changes of the table"
-        tiles = DECODE_TILES if batch.max_piece_tokens <= DECODE_TILES.tokens else PREFILL_TILES
+        tiles = FEW_TILES if batch.max_piece_tokens <= FEW_TILES.tokens else MANY_TILES
         num_splits, max_rank, group_size = tiles.num_splits, batch.max_rank, len(ys)
         split_stride = num_tokens * group_size * max_rank  # of hidden: see the kernels
         hidden = current_launcher().keep_alive(self._scratch(num_splits * split_stride))
         group = self._group_of(ys, target_indices)
         token_tiles = -(-batch.max_piece_tokens // tiles.tokens)
-        rank_tiles = -(-max_rank // tiles.ranks)
+        rank_tiles = -(-max_rank // tiles.shrink_ranks)
         segments = batch.segment_starts, batch.segment_ends, batch.table_rows
-        num_pieces = batch.num_pieces
         _SHRINK(
-            (num_pieces, token_tiles, rank_tiles * num_splits * group_size),
+            (batch.num_pieces, token_tiles, rank_tiles * num_splits * group_size),
             *(x, hidden, *segments, table.a_pointers, table.ranks, table.scalings, group.members),
             *(group_size, table.num_targets, in_features, x.stride(0), max_rank, split_stride),
             NUM_SPLITS=num_splits,
-            BLOCK_TOKENS=tiles.tokens,
-            BLOCK_RANKS=tiles.ranks,
+            BLOCK_TOKENS=max(_MIN_TILE_TOKENS, tiles.tokens),
+            BLOCK_RANKS=tiles.shrink_ranks,
             BLOCK_IN=tiles.shrink_in,
             PRECISION="ieee",
+            num_warps=tiles.shrink_warps,
+            num_stages=tiles.shrink_stages,
         )
-        has_factors = table.has_factors(batch.table_rows_host)
+        sizes = group_size, max_rank, split_stride
         for rows in group.outputs:
-            y, columns = ys[rows.member], rows.columns[tiles.expand_out]
-            assert y.dtype == self._dtype and y.stride(1) == 1, (y.dtype, y.stride())
-            assert batch.segment_ends_host[-1] <= y.shape[0]
-            _EXPAND(
-                (num_pieces, token_tiles, columns.shape[0]),
-                *(hidden, y, *segments, table.b_pointers, table.factor_pointers, table.ranks, columns),
-                *(group_size, table.num_targets, y.stride(0), max_rank, split_stride),
-                NUM_SPLITS=num_splits,
-                BLOCK_TOKENS=tiles.tokens,
-                BLOCK_RANKS=tiles.ranks,
-                BLOCK_OUT=tiles.expand_out,
-                PRECISION=self._expand_precision,
-                HAS_FACTORS=has_factors,
-                ALIGNMENT=rows.alignment,
-            )
+            self._expand(hidden, ys[rows.member], rows, batch, tiles, sizes)
+
+    def _expand(
+        self,
+        hidden: torch.Tensor,
+        y: torch.Tensor,
+        rows: _Rows,
+        batch: LoraBatch,
+        tiles: Tiles,
+        sizes: tuple[int, int, int],
+    ) -> None:
+        """Add hidden B^T of some targets to their columns of y."""
+        assert y.dtype == self._dtype and y.stride(1) == 1, (y.dtype, y.stride())
+        assert batch.segment_ends_host[-1] <= y.shape[0]
+        table, columns = self.table, rows.columns[tiles.expand_out]
+        group_size, max_rank, split_stride = sizes
+        segments = batch.segment_starts, batch.segment_ends, batch.table_rows
+        arguments = (
+            *(hidden, y, *segments, table.b_pointers, table.factor_pointers, table.ranks, columns),
+            *(group_size, table.num_targets, y.stride(0), max_rank, split_stride),
+        )
+        constants = {
+            "NUM_SPLITS": tiles.num_splits,
+            "BLOCK_RANKS": tiles.expand_ranks,
+            "BLOCK_OUT": tiles.expand_out,
+            "HAS_FACTORS": table.has_factors(batch.table_rows_host),
+            "ALIGNMENT": rows.alignment,
+            "num_warps": tiles.expand_warps,
+            "num_stages": tiles.expand_stages,
+        }
+        if tiles is FEW_TILES:
+            _EXPAND_EACH((batch.num_pieces, columns.shape[0]), *arguments, **constants)
+            return
+        grid = (batch.num_pieces, -(-batch.max_piece_tokens // tiles.tokens), columns.shape[0])
+        precision = self._expand_precision
+        _EXPAND(grid, *arguments, BLOCK_TOKENS=tiles.tokens, PRECISION=precision, **constants)
 
     def prepare_factors(self) -> None:
         """Do nothing: a start compiles both variants of the kernel."""
@@ -180,7 +232,7 @@ class TritonLora:
                     for first in range(0, part.num_columns, tiles.expand_out)
                 ]
             )
-            for tiles in (DECODE_TILES, PREFILL_TILES)
+            for tiles in (FEW_TILES, MANY_TILES)
         }
         numbers = (number for part in parts for number in (part.num_columns, part.place))
         first = min(parts, key=lambda part: part.place)

@@ -5,6 +5,9 @@ Both read base pointers, rank and scaling per (table row, target) from the ``Lor
 vectors for every rank, which is padded only inside a tile. A program of a segment or rank tile that
 does not exist returns at once, so the grid may be the largest one of a batch.
 
+Segments of few tokens are expanded by a kernel of their own, without tensor cores: a tile of these
+has 16 tokens at least, whose sums and outputs would take the registers that loads in flight need.
+
 One launch serves all targets of an input group: hidden is float32 [splits, tokens, group_size,
 rank_stride].
 """
@@ -112,6 +115,7 @@ def expand_kernel(
 
     With HAS_FACTORS, the sum of an entry with factors is then multiplied by the first row of them,
     and the second is added: float32 [2, out_features].
+    PRECISION: "bf16" for a y of that type, or one of ``tl.dot`` for float32 inputs.
     Grid: (segments, token tiles, column tiles). The sum is rounded to y's type once.
     """
     segment = tl.program_id(0)
@@ -134,21 +138,28 @@ def expand_kernel(
     column = first_column + tl.arange(0, BLOCK_OUT)
     token_ok = token < end
     column_ok = column < out_features
-    h_rows = hidden + (token.to(tl.int64) * group_size + member)[:, None] * rank_stride
+    h_rows = (token * group_size + member)[:, None] * rank_stride
     total = tl.zeros((BLOCK_TOKENS, BLOCK_OUT), tl.float32)
     for first in range(0, rank, BLOCK_RANKS):
         r = first + tl.arange(0, BLOCK_RANKS)
         rank_ok = r < rank
-        values = tl.zeros((BLOCK_TOKENS, BLOCK_RANKS), tl.float32)
-        for split in tl.static_range(NUM_SPLITS):
-            values += tl.load(
-                h_rows + split * split_stride + r[None, :],
-                mask=token_ok[:, None] & rank_ok[None, :],
-                other=0.0,
-            )
+        h_places, h_ok = h_rows + r[None, :], token_ok[:, None] & rank_ok[None, :]
+        values = tl.load(hidden + h_places, mask=h_ok, other=0.0)
+        for split in tl.static_range(1, NUM_SPLITS):
+            values += tl.load(hidden + split * split_stride + h_places, mask=h_ok, other=0.0)
         b_rows = b + r.to(tl.int64)[:, None] * out_features
         weights = tl.load(b_rows + column[None, :], mask=rank_ok[:, None] & column_ok[None, :], other=0.0)
-        total = tl.dot(values, weights.to(tl.float32), total, input_precision=PRECISION)
+        if PRECISION == "bf16":
+            # Three parts of 8 bits are all of a float32, and their products are exact.
+            high = values.to(tl.bfloat16)
+            rest = values - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            total = tl.dot(low, weights, total)
+            total = tl.dot(middle, weights, total)
+            total = tl.dot(high, weights, total)
+        else:
+            total = tl.dot(values, weights.to(tl.float32), total, input_precision=PRECISION)
     target = y + token.to(tl.int64)[:, None] * y_stride + (place + column)[None, :]
     mask = token_ok[:, None] & column_ok[None, :]
     total += tl.load(target, mask=mask, other=0.0).to(tl.float32)
@@ -159,3 +170,65 @@ def expand_kernel(
             total *= tl.load(factors, mask=column_ok, other=0.0)[None, :]
             total += tl.load(factors + out_features, mask=column_ok, other=0.0)[None, :]
     tl.store(target, total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def expand_each_kernel(
+    hidden: tl.tensor,
+    y: tl.tensor,
+    segment_starts: tl.tensor,
+    segment_ends: tl.tensor,
+    table_rows: tl.tensor,
+    b_pointers: tl.tensor,
+    factor_pointers: tl.tensor,
+    ranks: tl.tensor,
+    tiles: tl.tensor,
+    group_size: tl.tensor,
+    num_targets: tl.tensor,
+    y_stride: tl.tensor,
+    rank_stride: tl.tensor,
+    split_stride: tl.tensor,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+) -> None:
+    """``expand_kernel`` for few tokens; grid (segments, column tiles)."""
+    segment = tl.program_id(0)
+    tile = tiles + tl.program_id(1) * 5
+    member = tl.load(tile)
+    entry = tl.load(table_rows + segment) * num_targets + tl.load(tile + 1)
+    out_features = tl.multiple_of(tl.load(tile + 2), ALIGNMENT)
+    first_column = tl.multiple_of(tl.load(tile + 3), BLOCK_OUT)
+    place = tl.multiple_of(tl.load(tile + 4), ALIGNMENT)
+    rank = tl.load(ranks + entry)
+    start = tl.load(segment_starts + segment)
+    end = tl.load(segment_ends + segment)
+    if rank == 0:
+        return
+    b = tl.load(b_pointers + entry).to(tl.pointer_type(y.dtype.element_ty))
+    b = tl.multiple_of(b, 16)
+    column = first_column + tl.arange(0, BLOCK_OUT)
+    column_ok = column < out_features
+    splits = tl.arange(0, NUM_SPLITS)[:, None] * split_stride
+    h_rows = hidden + (start * group_size + member) * rank_stride
+    y_rows = y + start.to(tl.int64) * y_stride + place
+    for token in range(0, end - start):
+        target = y_rows + token * y_stride + column
+        total = tl.load(target, mask=column_ok, other=0.0).to(tl.float32)
+        h_row = h_rows + token * group_size * rank_stride
+        for first in range(0, rank, BLOCK_RANKS):
+            r = first + tl.arange(0, BLOCK_RANKS)
+            rank_ok = r < rank
+            b_rows = b + r.to(tl.int64)[:, None] * out_features
+            weights = tl.load(b_rows + column[None, :], mask=rank_ok[:, None] & column_ok[None, :], other=0.0)
+            values = tl.sum(tl.load(h_row + splits + r[None, :], mask=rank_ok[None, :], other=0.0), 0)
+            total += tl.sum(weights.to(tl.float32) * values[:, None], 0)
+        if HAS_FACTORS:
+            address = tl.load(factor_pointers + entry)
+            if address != 0:
+                factors = address.to(tl.pointer_type(tl.float32)) + column
+                total *= tl.load(factors, mask=column_ok, other=0.0)
+                total += tl.load(factors + out_features, mask=column_ok, other=0.0)
+        tl.store(target, total.to(y.dtype.element_ty), mask=column_ok)

@@ -14,14 +14,15 @@ import torch
 
 from ..forward.batch import AttentionMetadata, LoraBatch, PassMetadata
 from ..forward.launcher import Launcher, Thing, launching
+from ..forward.lower import SHORT_PIECE
 from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
 from .decode_graphs import DeltaSource, Kind, RunPass
 
+# At most ``FEW_TOKENS`` of ``lower``, so that pieces are short.
 _NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Contexts and ranks double from these on.
 _LEAST_CONTEXT, _LEAST_RANK = 1024, 16
-_PIECE_TOKENS = 16  # of a LoRA batch of so few tokens, see ``lower``
 _NOWHERE = -1  # a slot to which nothing is written
 # cuBLAS may choose another product under capture. Logits of the same products are equal.
 _MAX_DIFFERENCE = 0.05  # of the largest logit
@@ -92,7 +93,7 @@ class _Inputs:
                 segment_starts_host=(0,),
                 segment_ends_host=(num_rows,),
                 table_rows_host=(),
-                max_piece_tokens=_PIECE_TOKENS,
+                max_piece_tokens=SHORT_PIECE,
                 max_rank=rank,
             )
 

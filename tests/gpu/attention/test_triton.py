@@ -20,7 +20,7 @@ _TOLERANCES = {"torch.float32": 1e-5, "torch.float16": 2e-3}
 
 
 @pytest.mark.parametrize(
-    ("what", "num_problems"), [("some", 28), pytest.param("float16", 23, marks=pytest.mark.full)]
+    ("what", "num_problems"), [("some", 30), pytest.param("float16", 24, marks=pytest.mark.full)]
 )
 def test_equals_the_dense_oracle_in_the_interpreter(what: str, num_problems: int) -> None:
     errors = json.loads(run_triton_program("check_attention", what, TRITON_INTERPRET="1"))
@@ -52,7 +52,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(cards: tuple[int, ...], tmp_
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, 227 << 10])
 def test_common_heads_have_large_tiles_on_every_card(dim: int, shared_bytes: int) -> None:
-    for is_decode, num_rows in ((True, 16), (False, 64)):
+    for is_decode, num_rows in ((True, 16), (False, 64 if shared_bytes < 160 << 10 else 128)):
         tile = tile_shape(4, dim, dim, 2, shared_bytes, is_decode=is_decode)
         assert tile == (num_rows, 64)
 

@@ -45,8 +45,9 @@ def test_serving_asks_for_no_variant_that_was_not_warmed(num_passes: int) -> Non
         assert warmed == {
             "attend_kernel": num_attend,
             "merge_kernel": 5,
-            "shrink_kernel": 2,
-            "expand_kernel": 4,  # for few tokens and many; with factors, too
+            "shrink_kernel": 2,  # for few tokens and many
+            "expand_each_kernel": 2,  # with factors, too
+            "expand_kernel": 2,
             **FUSED[name],
         }, name
 

@@ -33,6 +33,7 @@ PROBLEMS = {
     "prefill-sinks": replace(PREFILL, with_sinks=True, heads=6),
     "prefill-wide": replace(PREFILL, key_dim=256, value_dim=256),
     "chunk": replace(CHUNK, heads=8),
+    "chunk-behind-tiles": Problem((9, 20), (140, 141), heads=8),
     "chunk-window": replace(CHUNK, sliding_window=10),
     "chunk-window-larger": replace(CHUNK, sliding_window=100),
     "chunk-odd-dims": replace(CHUNK, key_dim=20, value_dim=7),
@@ -40,7 +41,13 @@ PROBLEMS = {
     "mixed": MIXED,
     "mixed-everything": replace(MIXED, sliding_window=12, softcap=5.0, with_sinks=True, heads=14),
 }
-IN_FLOAT16 = ("decode-everything", "prefill-wide", "chunk-key-wider", "mixed-everything")
+IN_FLOAT16 = (
+    "decode-everything",
+    "prefill-wide",
+    "chunk-behind-tiles",
+    "chunk-key-wider",
+    "mixed-everything",
+)
 # Contexts long enough to be split once splits may be small.
 SPLITS = {
     "splits": Problem((1, 1), (257, 40)),

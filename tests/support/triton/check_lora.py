@@ -5,8 +5,9 @@ import sys
 from functools import partial
 
 import torch
-from corun.gpu.lora.triton_backend import DECODE_TILES, PREFILL_TILES, Tiles, TritonLora
+from corun.gpu.lora.triton_backend import FEW_TILES, MANY_TILES, Tiles, TritonLora
 from support.lora import CASES, LoraCase, check_case, check_factors, check_group
+from support.triton.program import spilled_bytes
 
 _SMALLEST_SHARED_BYTES = 99 << 10  # of a block, on sm_86 and sm_89
 
@@ -14,7 +15,7 @@ _SMALLEST_SHARED_BYTES = 99 << 10  # of a block, on sm_86 and sm_89
 SMALL = (
     LoraCase("decode", 72, 96, (8, 1, 3, 17, 64), tuple((i, i + 1, i) for i in range(5)), 5),
     LoraCase("several splits", 300, 48, (16,), ((0, 3, 0),), 3),
-    LoraCase("prefill", 80, 140, (40, 8), ((1, 40, 0), (44, 50, 1), (50, 51, 0)), 53),
+    LoraCase("prefill", 600, 140, (40, 8), ((1, 40, 0), (44, 50, 1), (50, 51, 0)), 53),
 )
 
 
@@ -35,40 +36,53 @@ def interpret() -> None:
 def compile_for(capability: int) -> None:
     """Compile both kernels to machine code for a GPU, without a device."""
     import triton
-    from corun.gpu.lora.triton_kernels import expand_kernel, shrink_kernel
+    from corun.gpu.lora import triton_kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for kernel, has_factors in ((shrink_kernel, False), (expand_kernel, False), (expand_kernel, True)):
-        for tiles in (DECODE_TILES, PREFILL_TILES):
-            constants = _constants(tiles, kernel is shrink_kernel)
-            if kernel is expand_kernel:
-                constants["HAS_FACTORS"] = has_factors
-            names = kernel.arg_names
-            source = ASTSource(
-                fn=kernel,
-                signature={name: _type_of(name, constants) for name in names},
-                constexprs={(names.index(name),): value for name, value in constants.items()},
-                attrs={
-                    (number,): [["tt.divisibility", 16]]
-                    for number, name in enumerate(names)
-                    if name not in kernel.do_not_specialize and _is_aligned(name, constants)
-                },
-            )
-            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-            assert compiled.asm["cubin"]
-            assert "mma" in compiled.asm["ptx"], "16-bit products must use the tensor cores"
-            assert compiled.metadata.shared <= _SMALLEST_SHARED_BYTES
-            # x, y and the matrices are of 16 bits, the rest of 32 or 64.
-            single = re.findall(r"ld\.global\S*\.[bus]16\b", compiled.asm["ptx"])
-            assert not single, (kernel.__name__, "values must be read in vectors", single)
+    for name, tiles, has_factors in (
+        ("shrink_kernel", FEW_TILES, False),
+        ("expand_each_kernel", FEW_TILES, False),
+        ("expand_each_kernel", FEW_TILES, True),
+        ("shrink_kernel", MANY_TILES, False),
+        ("expand_kernel", MANY_TILES, False),
+        ("expand_kernel", MANY_TILES, True),
+    ):
+        kernel = getattr(triton_kernels, name)
+        constants, options = _constants(name, tiles, has_factors=has_factors)
+        names = kernel.arg_names
+        source = ASTSource(
+            fn=kernel,
+            signature={name: _type_of(name, constants) for name in names},
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={
+                (number,): [["tt.divisibility", 16]]
+                for number, name in enumerate(names)
+                if name not in kernel.do_not_specialize and _is_aligned(name, constants)
+            },
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        uses_tensor_cores = "mma" in compiled.asm["ptx"]
+        assert uses_tensor_cores == (name != "expand_each_kernel"), "16-bit products must use them"
+        assert compiled.metadata.shared <= _SMALLEST_SHARED_BYTES
+        assert spilled_bytes(compiled.asm["cubin"]) == 0, name
+        # x, y and the matrices are of 16 bits, the rest of 32 or 64.
+        single = re.findall(r"ld\.global\S*\.[bus]16\b", compiled.asm["ptx"])
+        assert not single, (name, "values must be read in vectors", single)
 
 
-def _constants(tiles: Tiles, is_shrink: bool) -> dict[str, object]:
-    common = {"NUM_SPLITS": tiles.num_splits, "BLOCK_TOKENS": tiles.tokens, "BLOCK_RANKS": tiles.ranks}
-    if is_shrink:
-        return {**common, "BLOCK_IN": tiles.shrink_in, "PRECISION": "ieee"}
-    return {**common, "BLOCK_OUT": tiles.expand_out, "PRECISION": "tf32x3", "ALIGNMENT": 16}
+def _constants(name: str, tiles: Tiles, *, has_factors: bool) -> tuple[dict[str, object], dict[str, int]]:
+    """What a kernel is compiled with: its own constants, and the compiler's options."""
+    constants: dict[str, object] = {"NUM_SPLITS": tiles.num_splits}
+    if name != "expand_each_kernel":
+        constants["BLOCK_TOKENS"] = max(16, tiles.tokens)
+        constants["PRECISION"] = "ieee" if name == "shrink_kernel" else "bf16"
+    if name.startswith("shrink"):
+        constants |= {"BLOCK_RANKS": tiles.shrink_ranks, "BLOCK_IN": tiles.shrink_in}
+        return constants, {"num_warps": tiles.shrink_warps, "num_stages": tiles.shrink_stages}
+    constants |= {"BLOCK_RANKS": tiles.expand_ranks, "BLOCK_OUT": tiles.expand_out}
+    constants |= {"HAS_FACTORS": has_factors, "ALIGNMENT": 16}
+    return constants, {"num_warps": tiles.expand_warps, "num_stages": tiles.expand_stages}
 
 
 def _type_of(name: str, constants: dict[str, object]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import triton
 from corun.gpu.attention import triton_kernels
-from corun.gpu.attention.triton_backend import num_warps, tile_shape
+from corun.gpu.attention.triton_backend import num_stages, num_warps, tile_shape
 from support.triton.program import spilled_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -106,7 +106,11 @@ def _compile(kernel: Any, capability: int, warps: int, **constants: Any) -> dict
         },
     )
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 2})
+    compiled = triton.compile(
+        source,
+        target=target,
+        options={"num_warps": warps, "num_stages": num_stages(SHARED_BYTES[capability])},
+    )
     return {
         "binary_bytes": len(compiled.asm["cubin"]),
         "shared_bytes": compiled.metadata.shared,
@@ -131,6 +135,7 @@ def _attend(capability: int, layer: dict[str, Any], *, is_decode: bool) -> dict[
         **layer,
         BLOCK_SIZE=16,
         IS_DECODE=is_decode,
+        QUERY_ALIGNMENT=8,
         NUM_SPLITS=4 if is_decode else 1,
         TILE_M=tile_m,
         TILE_N=tile_n,

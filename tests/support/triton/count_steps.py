@@ -165,7 +165,7 @@ def num_rounds(launch: Launch, longest: int) -> int:
     arguments = launch.arguments
     if launch.name == "shrink_kernel":
         return _ceil(arguments["in_features"], arguments["NUM_SPLITS"] * arguments["BLOCK_IN"])
-    if launch.name == "expand_kernel":
+    if launch.name in {"expand_kernel", "expand_each_kernel"}:
         return _ceil(arguments["rank_stride"], arguments["BLOCK_RANKS"])
     if launch.name == "attend_kernel":
         num_tiles = _ceil(min(longest, arguments["WINDOW"] or longest), arguments["TILE_N"])
