@@ -24,10 +24,10 @@ Figures = dict[str, dict[str, int]]
 _LLAMA_8B = {
     "base": (303, 7, 1, 2, 2320),
     "adapters": (559, 7, 1, 2, 2704),
-    "one adapter": (559, 7, 1, 2, 2368),
+    "one adapter": (559, 7, 1, 2, 2416),
     "one long context": (335, 7, 1, 2, 2320),
     "and adapters": (591, 7, 1, 2, 2704),
-    "prompt": (560, 7, 1, 2, 13176),
+    "prompt": (560, 7, 1, 2, 12984),
     "temperature": (303, 15, 1, 3, 2960),
     "top_p": (303, 40, 1, 3, 3632),
     "penalties": (303, 47, 1, 3, 4400),
