@@ -18,7 +18,7 @@ _MAX_SPLITS = 32
 # A split covers at least this many positions, otherwise merging costs more than it gains.
 _MIN_SPLIT_TOKENS = 512
 # Tiles of keys of one program in a decode batch: a step waits for its longest context.
-_MAX_DECODE_ROUNDS = 64
+_MAX_DECODE_ROUNDS = 32
 _MIN_TILE = 16  # of tl.dot
 _ALIGNMENT = 8  # values of 16 bits; more does not make loads wider
 # Values that a warp has in registers without spilling: of the weighted sum, float32.

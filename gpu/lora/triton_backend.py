@@ -184,6 +184,7 @@ class TritonLora:
         )
         constants = {
             "NUM_SPLITS": tiles.num_splits,
+            "BLOCK_TOKENS": tiles.tokens,
             "BLOCK_RANKS": tiles.expand_ranks,
             "BLOCK_OUT": tiles.expand_out,
             "HAS_FACTORS": table.has_factors(batch.table_rows_host),
@@ -196,7 +197,7 @@ class TritonLora:
             return
         grid = (batch.num_pieces, -(-batch.max_piece_tokens // tiles.tokens), columns.shape[0])
         precision = self._expand_precision
-        _EXPAND(grid, *arguments, BLOCK_TOKENS=tiles.tokens, PRECISION=precision, **constants)
+        _EXPAND(grid, *arguments, PRECISION=precision, **constants)
 
     def prepare_factors(self) -> None:
         """Do nothing: a start compiles both variants of the kernel."""

@@ -47,16 +47,16 @@ def shrink_kernel(
     [group_size], the targets' indices.
     """
     segment = tl.program_id(0)
+    start = tl.load(segment_starts + segment) + tl.program_id(1) * BLOCK_TOKENS
+    end = tl.load(segment_ends + segment)
+    if start >= end:
+        return
     member = tl.program_id(2) % group_size
     rank_tile = tl.program_id(2) // group_size // NUM_SPLITS
     split = tl.program_id(2) // group_size % NUM_SPLITS
     entry = tl.load(table_rows + segment) * num_targets + tl.load(members + member)
     rank = tl.load(ranks + entry)
-    start = tl.load(segment_starts + segment) + tl.program_id(1) * BLOCK_TOKENS
-    end = tl.load(segment_ends + segment)
     if rank_tile * BLOCK_RANKS >= rank:
-        return
-    if start >= end:
         return
     # The allocator's alignment, stated of the pointer: stated of the number it would be lost, and
     # loads would be neither vectorised nor pipelined.
@@ -189,13 +189,21 @@ def expand_each_kernel(
     rank_stride: tl.tensor,
     split_stride: tl.tensor,
     NUM_SPLITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ) -> None:
-    """``expand_kernel`` for few tokens; grid (segments, column tiles)."""
+    """``expand_kernel`` for segments of at most BLOCK_TOKENS; grid (segments, column tiles).
+
+    A tile of B is read once for all tokens, and each token is multiplied alone.
+    """
     segment = tl.program_id(0)
+    start = tl.load(segment_starts + segment)
+    num_tokens = tl.load(segment_ends + segment) - start
+    if num_tokens <= 0:
+        return
     tile = tiles + tl.program_id(1) * 5
     member = tl.load(tile)
     entry = tl.load(table_rows + segment) * num_targets + tl.load(tile + 1)
@@ -203,32 +211,33 @@ def expand_each_kernel(
     first_column = tl.multiple_of(tl.load(tile + 3), BLOCK_OUT)
     place = tl.multiple_of(tl.load(tile + 4), ALIGNMENT)
     rank = tl.load(ranks + entry)
-    start = tl.load(segment_starts + segment)
-    end = tl.load(segment_ends + segment)
     if rank == 0:
         return
     b = tl.load(b_pointers + entry).to(tl.pointer_type(y.dtype.element_ty))
     b = tl.multiple_of(b, 16)
     column = first_column + tl.arange(0, BLOCK_OUT)
     column_ok = column < out_features
+    token = tl.arange(0, BLOCK_TOKENS)[:, None]
+    targets = y + (start + token).to(tl.int64) * y_stride + place + column[None, :]
+    mask = (token < num_tokens) & column_ok[None, :]
+    totals = tl.load(targets, mask=mask, other=0.0).to(tl.float32)
     splits = tl.arange(0, NUM_SPLITS)[:, None] * split_stride
     h_rows = hidden + (start * group_size + member) * rank_stride
-    y_rows = y + start.to(tl.int64) * y_stride + place
-    for token in range(0, end - start):
-        target = y_rows + token * y_stride + column
-        total = tl.load(target, mask=column_ok, other=0.0).to(tl.float32)
-        h_row = h_rows + token * group_size * rank_stride
-        for first in range(0, rank, BLOCK_RANKS):
-            r = first + tl.arange(0, BLOCK_RANKS)
-            rank_ok = r < rank
-            b_rows = b + r.to(tl.int64)[:, None] * out_features
-            weights = tl.load(b_rows + column[None, :], mask=rank_ok[:, None] & column_ok[None, :], other=0.0)
-            values = tl.sum(tl.load(h_row + splits + r[None, :], mask=rank_ok[None, :], other=0.0), 0)
-            total += tl.sum(weights.to(tl.float32) * values[:, None], 0)
-        if HAS_FACTORS:
-            address = tl.load(factor_pointers + entry)
-            if address != 0:
-                factors = address.to(tl.pointer_type(tl.float32)) + column
-                total *= tl.load(factors, mask=column_ok, other=0.0)
-                total += tl.load(factors + out_features, mask=column_ok, other=0.0)
-        tl.store(target, total.to(y.dtype.element_ty), mask=column_ok)
+    for first in range(0, rank, BLOCK_RANKS):
+        r = first + tl.arange(0, BLOCK_RANKS)
+        rank_ok = r < rank
+        b_rows = b + r.to(tl.int64)[:, None] * out_features
+        weights = tl.load(b_rows + column[None, :], mask=rank_ok[:, None] & column_ok[None, :], other=0.0)
+        for number in tl.static_range(BLOCK_TOKENS):
+            if number < num_tokens:
+                h_row = h_rows + number * group_size * rank_stride
+                values = tl.sum(tl.load(h_row + splits + r[None, :], mask=rank_ok[None, :], other=0.0), 0)
+                products = tl.sum(weights.to(tl.float32) * values[:, None], 0)
+                totals += tl.where(token == number, products[None, :], 0.0)
+    if HAS_FACTORS:
+        address = tl.load(factor_pointers + entry)
+        if address != 0:
+            factors = address.to(tl.pointer_type(tl.float32)) + column
+            totals *= tl.load(factors, mask=column_ok, other=0.0)[None, :]
+            totals += tl.load(factors + out_features, mask=column_ok, other=0.0)[None, :]
+    tl.store(targets, totals.to(y.dtype.element_ty), mask=mask)

@@ -130,4 +130,4 @@ def test_rounds_of_the_longest_program(llama: Figures) -> None:
     """Programs of a launch run side by side, the rounds of one after another."""
     for step, num_rounds in (("adapters", 14), ("one adapter", 14), ("prompt", 28)):
         assert llama[step]["rounds of shrink_kernel"] == num_rounds, step
-    assert llama["one long context"]["rounds of attend_kernel"] == 64
+    assert llama["one long context"]["rounds of attend_kernel"] == 32

@@ -73,9 +73,10 @@ def compile_for(capability: int) -> None:
 
 def _constants(name: str, tiles: Tiles, *, has_factors: bool) -> tuple[dict[str, object], dict[str, int]]:
     """What a kernel is compiled with: its own constants, and the compiler's options."""
+    is_each = name == "expand_each_kernel"
     constants: dict[str, object] = {"NUM_SPLITS": tiles.num_splits}
-    if name != "expand_each_kernel":
-        constants["BLOCK_TOKENS"] = max(16, tiles.tokens)
+    constants["BLOCK_TOKENS"] = tiles.tokens if is_each else max(16, tiles.tokens)
+    if not is_each:
         constants["PRECISION"] = "ieee" if name == "shrink_kernel" else "bf16"
     if name.startswith("shrink"):
         constants |= {"BLOCK_RANKS": tiles.shrink_ranks, "BLOCK_IN": tiles.shrink_in}
