@@ -205,13 +205,14 @@ class TritonLora:
     def _group_of(self, ys: Sequence[torch.Tensor], target_indices: Sequence[int]) -> _Group:
         """The group of these targets and widths, where ys are in memory in the same way.
 
-        A y is columns of the first one's rows, or rows of its own, at -1.
+        A y is columns of the first one's rows, or rows of its own, at -1. The order of separate
+        tensors in memory makes no other group: a new one uploads, which a captured pass may not.
         """
-        first = min(ys, key=torch.Tensor.data_ptr)
+        first = ys[0]
         start, stride, size = first.data_ptr(), first.stride(0), first.element_size()
         widths = [y.shape[1] for y in ys]
         places = [
-            place if place + width <= stride and y.stride(0) == stride else -1
+            place if place == 0 or (0 < place <= stride - width and y.stride(0) == stride) else -1
             for y, width in zip(ys, widths, strict=True)
             for place in [(y.data_ptr() - start) // size]
         ]
@@ -220,7 +221,7 @@ class TritonLora:
             parts = list(map(_Part, range(len(ys)), target_indices, widths, places))
             together = [part for part in parts if part.place >= 0]
             alone = [[part._replace(place=0)] for part in parts if part.place < 0]
-            outputs = [self._rows(one) for one in ([together] if together else []) + alone]
+            outputs = [self._rows(one) for one in (together, *alone)]
             self._groups[key] = _Group(self._upload(target_indices), outputs)
         return self._groups[key]
 
@@ -236,8 +237,7 @@ class TritonLora:
             for tiles in (FEW_TILES, MANY_TILES)
         }
         numbers = (number for part in parts for number in (part.num_columns, part.place))
-        first = min(parts, key=lambda part: part.place)
-        return _Rows(first.member, columns, math.gcd(_ALIGNMENT, *numbers))
+        return _Rows(parts[0].member, columns, math.gcd(_ALIGNMENT, *numbers))
 
     def _upload(self, values: Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.table.device)
