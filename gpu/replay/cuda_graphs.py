@@ -8,7 +8,7 @@ write no keys and values, and their logits are dropped.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -23,6 +23,7 @@ from .decode_graphs import DeltaSource, Kind, RunPass
 _NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Contexts and ranks double from these on.
 _LEAST_CONTEXT, _LEAST_RANK = 1024, 16
+_MAX_KINDS = 48  # each graph takes up to 25 MiB of an 8B model's GPU; other kinds run the modules
 _NOWHERE = -1  # a slot to which nothing is written
 # cuBLAS may choose another product under capture. Logits of the same products are equal.
 _MAX_DIFFERENCE = 0.05  # of the largest logit
@@ -59,14 +60,32 @@ class StreamRecorder:
         return graph.replay
 
 
+class _Size(NamedTuple):
+    """The largest pass that a graph serves."""
+
+    num_rows: int
+    context_len: int  # of the longest context
+    num_pieces: int  # of segments; 0 = without adapters
+    max_rank: int
+
+    @classmethod
+    def of(cls, num_tokens: int, metadata: PassMetadata) -> Self:
+        """Of the graph for a pass."""
+        num_rows = next(number for number in _NUM_ROWS if number >= num_tokens)
+        context_len = _doubled(_LEAST_CONTEXT, metadata.attention.max_context_len)
+        if metadata.lora is None:
+            return cls(num_rows, context_len, 0, 0)
+        # Programs of pieces that are not there take time, too, and popular adapters have few pieces.
+        few = -(-num_rows // SHORT_PIECE)
+        num_pieces = few if metadata.lora.num_pieces <= few else num_rows
+        return cls(num_rows, context_len, num_pieces, _doubled(_LEAST_RANK, metadata.lora.max_rank))
+
+
 class _Inputs:
     """The tensors from which a graph reads a pass."""
 
-    def __init__(
-        self, num_rows: int, context_len: int, rank: int, metadata: PassMetadata, device: torch.device
-    ) -> None:
-        """``rank``: the largest one of an adapter; 0 = without adapters. ``metadata``: an example."""
-        block_size = metadata.attention.block_size
+    def __init__(self, size: _Size, block_size: int, device: torch.device) -> None:
+        num_rows, context_len = size.num_rows, size.context_len
         options: Any = {"device": device, "dtype": torch.int32}
         rows = torch.arange(num_rows + 1, **options)
         self.input_ids = torch.zeros(1, num_rows, device=device, dtype=torch.int64)
@@ -85,16 +104,16 @@ class _Inputs:
             block_size=block_size,
         )
         self._lora: LoraBatch | None = None
-        if metadata.lora is not None:
+        if size.num_pieces:
             self._lora = LoraBatch(
-                segment_starts=torch.zeros(num_rows, **options),
-                segment_ends=torch.zeros(num_rows, **options),
-                table_rows=torch.zeros(num_rows, **options),
+                segment_starts=torch.zeros(size.num_pieces, **options),
+                segment_ends=torch.zeros(size.num_pieces, **options),
+                table_rows=torch.zeros(size.num_pieces, **options),
                 segment_starts_host=(0,),
                 segment_ends_host=(num_rows,),
                 table_rows_host=(),
                 max_piece_tokens=SHORT_PIECE,
-                max_rank=rank,
+                max_rank=size.max_rank,
             )
 
     def lora_of(self, metadata: PassMetadata) -> LoraBatch | None:
@@ -183,16 +202,20 @@ class CudaGraphs:
     def __init__(self, lora_backend: LoraBackend | None, record: Recorder) -> None:
         self._lora_backend = lora_backend
         self._record = record
+        self._kinds = set[Kind]()
         # Of all graphs, [1, most rows, vocabulary]: each result is read before the next pass.
         self._logits: torch.Tensor | None = None
 
     def kind(self, num_tokens: int, metadata: PassMetadata) -> Kind | None:
-        """By rows, longest context and largest rank, rounded up."""
+        """By rows, longest context, pieces and largest rank, rounded up."""
         deltas = DeltaSource.of(metadata)
         is_whole = metadata.outside == (False, False, 0)
         if num_tokens > _NUM_ROWS[-1] or deltas is DeltaSource.OTHER or not is_whole:
             return None
-        return _size(num_tokens, metadata), deltas
+        kind = _Size.of(num_tokens, metadata), deltas
+        if len(self._kinds) < _MAX_KINDS:
+            self._kinds.add(kind)
+        return kind if kind in self._kinds else None
 
     def capture(
         self,
@@ -203,8 +226,8 @@ class CudaGraphs:
         metadata: PassMetadata,
     ) -> tuple[torch.Tensor, CudaGraph | str]:
         """See ``GraphDevice``; the pass runs before, and makes all that is made once."""
-        num_rows, context_len, rank = _size(input_ids.shape[1], metadata)
-        inputs = _Inputs(num_rows, context_len, rank, metadata, input_ids.device)
+        size = _Size.of(input_ids.shape[1], metadata)
+        inputs = _Inputs(size, metadata.attention.block_size, input_ids.device)
         inputs.fill(input_ids, position_ids, metadata)
         compute = partial(_compute, run_modules, inputs, self._lora_backend, metadata)
         watching = _Watching()
@@ -215,7 +238,7 @@ class CudaGraphs:
             return wanted, watching.refusal
         if self._logits is None:
             self._logits = logits.new_empty(1, _NUM_ROWS[-1], logits.shape[2])
-        results = self._logits[:, :num_rows]
+        results = self._logits[:, : size.num_rows]
         try:
             run = self._record(lambda: results.copy_(compute()))
         except RuntimeError as error:
@@ -241,14 +264,6 @@ def _compute(
         deltas = ResidentDeltas(lora_backend, lora)
     padded = PassMetadata(inputs.attention, lora, deltas)
     return run_modules(inputs.input_ids, inputs.position_ids, inputs.logit_indices, padded)
-
-
-def _size(num_tokens: int, metadata: PassMetadata) -> tuple[int, int, int]:
-    """Rows, longest context and largest rank of the graph for a pass."""
-    num_rows = next(number for number in _NUM_ROWS if number >= num_tokens)
-    context_len = _doubled(_LEAST_CONTEXT, metadata.attention.max_context_len)
-    rank = 0 if metadata.lora is None else _doubled(_LEAST_RANK, metadata.lora.max_rank)
-    return num_rows, context_len, rank
 
 
 def _doubled(least: int, number: int) -> int:
