@@ -1,15 +1,14 @@
 """The CUDA device: streams and events of torch, words by the faster mechanism that works here.
 
-Not yet run on a GPU. Documented behaviour of CUDA is assumed; undocumented behaviour is tested by
-the probes (``cuda_probe``) and by ``gpu.check``. Everything else is tested on streams that
-are threads.
+Documented behaviour of CUDA is assumed; undocumented behaviour is tested by the probes
+(``cuda_probe``) and by ``gpu.check``. Everything else is tested on streams that are threads.
 
 While a wait is outstanding, no call may wait for the whole device. So streams and events are made
 first, memory is registered and unregistered only while no wait is outstanding, and ``synchronize``
 polls an event instead of calling CUDA's own synchronise, which has no deadline. Users of the device
 must comply, too: every kernel runs once before the first wait, and no device memory is freed to
-CUDA. Graphs are captured with the error mode "thread_local": in the global mode the agent's
-queries, from its own thread, would end the capture.
+CUDA. Graphs are captured with the error mode "relaxed": in the global mode the agent's queries, from
+its own thread, would end the capture.
 """
 
 import logging

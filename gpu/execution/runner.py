@@ -88,8 +88,11 @@ class ModelRunner:
         context.known_lens_host = inputs.rows.known_lens
         try:
             with torch.inference_mode():
-                metadata = PassMetadata(inputs.attention, inputs.lora, deltas, outside)
-                run_pass: RunPass = self.graphs or self._run_modules
+                most = inputs.rows.block_tables.host.shape[1] * self.block_size
+                metadata = PassMetadata(inputs.attention, inputs.lora, deltas, outside, most)
+                # A graph has the logits of each row's last token, in the order of the rows.
+                is_plain = inputs.rows.logit_indices is None
+                run_pass: RunPass = (self.graphs if is_plain else None) or self._run_modules
                 logits = run_pass(inputs.input_ids, inputs.position_ids, wanted, metadata)
                 logits = logits[0, :num_wanted].to(torch.float32, copy=True)
                 if num_tokens is not None:

@@ -101,6 +101,7 @@ class PassMetadata:
     deltas: DeltaPass | None  # None = no row has an adapter
     # Whether adapters change the embedding of tokens, and the output head; ``num_head_tokens``.
     outside: tuple[bool, bool, int] = (False, False, 0)
+    most_context_len: int = 0  # of any request
 
 
 class WorkProgress(Protocol):

@@ -194,7 +194,7 @@ class LateWeights:
         self._end_s = min(self._end_s, time.monotonic() + _CLOSE_S)
         self._is_closing.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_S + 1)  # a call of a disk that hangs ends with the process
 
 
 def cached_answer(directory: Path, question: str, find: Callable[[], str]) -> str:

@@ -5,6 +5,8 @@ of its kind: programs without work return at once. Rows behind those of a pass a
 write no keys and values, and their logits are dropped.
 """
 
+import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,20 +21,27 @@ from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
 from .decode_graphs import DeltaSource, Kind, RunPass
 
+_LOG = logging.getLogger(__name__)
+
 # At most ``FEW_TOKENS`` of ``lower``, so that pieces are short.
 _NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Contexts and ranks double from these on.
 _LEAST_CONTEXT, _LEAST_RANK = 1024, 16
-_MAX_KINDS = 48  # each graph takes up to 25 MiB of an 8B model's GPU; other kinds run the modules
+# Each graph takes up to 25 MiB of an 8B model's GPU. Kinds behind the limits run the modules.
+_MAX_GRAPHS = 48
+_LEAST_FREE_BYTES = 256 << 20
 _NOWHERE = -1  # a slot to which nothing is written
 # cuBLAS may choose another product under capture. Logits of the same products are equal.
-_MAX_DIFFERENCE = 0.05  # of the largest logit
+_MAX_DIFFERENCE = 0.05  # of a row's largest logit
 
 
 class Recorder(Protocol):
     """Records what a function enqueues."""
 
-    def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
+    def has_room(self) -> bool:
+        """Whether the device has memory for one more recording."""
+
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
         """Record it without computing it; return what computes it.
 
         Raises ``RuntimeError`` if the function waits for the device.
@@ -43,10 +52,15 @@ class StreamRecorder:
     """Captures from a stream; all its graphs share the memory of their intermediate values."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
+    def has_room(self) -> bool:
+        """See ``Recorder``."""
+        return torch.cuda.mem_get_info(self._device)[0] >= _LEAST_FREE_BYTES
+
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
         """See ``Recorder``."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -56,8 +70,17 @@ class StreamRecorder:
             try:
                 run()
             finally:
-                graph.capture_end()
+                self._end(graph)
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # torch does not end the capture's allocations then, and would free no block any more.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            raise
 
 
 class _Size(NamedTuple):
@@ -72,7 +95,9 @@ class _Size(NamedTuple):
     def of(cls, num_tokens: int, metadata: PassMetadata) -> Self:
         """Of the graph for a pass."""
         num_rows = next(number for number in _NUM_ROWS if number >= num_tokens)
+        # No kernel was compiled for contexts that no request has.
         context_len = _doubled(_LEAST_CONTEXT, metadata.attention.max_context_len)
+        context_len = min(context_len, metadata.most_context_len)
         if metadata.lora is None:
             return cls(num_rows, context_len, 0, 0)
         # Programs of pieces that are not there take time, too, and popular adapters have few pieces.
@@ -128,7 +153,7 @@ class _Inputs:
         num_rows, num_columns = given.block_tables.shape
         self.input_ids[:, :num_rows].copy_(input_ids)
         self.position_ids[:, :num_rows].copy_(position_ids)
-        ours.context_lens[:num_rows].copy_(given.context_lens)
+        _put(ours.context_lens, given.context_lens, 1)
         ours.block_tables[:num_rows, :num_columns].copy_(given.block_tables)
         _put(ours.slot_mapping, given.slot_mapping, _NOWHERE)
         if self._lora is not None and metadata.lora is not None:
@@ -199,9 +224,10 @@ class _Watching(Launcher):
 class CudaGraphs:
     """Implements ``GraphDevice`` for CUDA."""
 
-    def __init__(self, lora_backend: LoraBackend | None, record: Recorder) -> None:
+    def __init__(self, lora_backend: LoraBackend | None, recorder: Recorder) -> None:
         self._lora_backend = lora_backend
-        self._record = record
+        self._recorder = recorder
+        self._is_full = False
         self._kinds = set[Kind]()
         # Of all graphs, [1, most rows, vocabulary]: each result is read before the next pass.
         self._logits: torch.Tensor | None = None
@@ -213,9 +239,7 @@ class CudaGraphs:
         if num_tokens > _NUM_ROWS[-1] or deltas is DeltaSource.OTHER or not is_whole:
             return None
         kind = _Size.of(num_tokens, metadata), deltas
-        if len(self._kinds) < _MAX_KINDS:
-            self._kinds.add(kind)
-        return kind if kind in self._kinds else None
+        return None if self._is_full and kind not in self._kinds else kind
 
     def capture(
         self,
@@ -224,8 +248,27 @@ class CudaGraphs:
         position_ids: torch.Tensor,
         logit_indices: torch.Tensor,
         metadata: PassMetadata,
-    ) -> tuple[torch.Tensor, CudaGraph | str]:
+    ) -> tuple[torch.Tensor, CudaGraph | str | None]:
         """See ``GraphDevice``; the pass runs before, and makes all that is made once."""
+        if len(self._kinds) < _MAX_GRAPHS and self._recorder.has_room():
+            try:
+                return self._capture(run_modules, input_ids, position_ids, logit_indices, metadata)
+            except torch.OutOfMemoryError:
+                pass  # the pass itself may fit, as it is not padded
+        self._is_full = True
+        _LOG.info(
+            "decode graphs: no more are captured, %d are; other passes run the modules", len(self._kinds)
+        )
+        return run_modules(input_ids, position_ids, logit_indices, metadata), None
+
+    def _capture(
+        self,
+        run_modules: RunPass,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_indices: torch.Tensor,
+        metadata: PassMetadata,
+    ) -> tuple[torch.Tensor, CudaGraph | str]:
         size = _Size.of(input_ids.shape[1], metadata)
         inputs = _Inputs(size, metadata.attention.block_size, input_ids.device)
         inputs.fill(input_ids, position_ids, metadata)
@@ -240,17 +283,21 @@ class CudaGraphs:
             self._logits = logits.new_empty(1, _NUM_ROWS[-1], logits.shape[2])
         results = self._logits[:, : size.num_rows]
         try:
-            run = self._record(lambda: results.copy_(compute()))
+            run = self._recorder.record(lambda: results.copy_(compute()))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             return wanted, f"CUDA cannot capture the pass: {error}"
+        self._kinds.add((size, DeltaSource.of(metadata)))
         return wanted, CudaGraph(inputs, self._lora_backend, results, run, watching.kept)
 
     def difference(self, replayed: torch.Tensor, expected: torch.Tensor) -> str | None:
-        """None if the logits are equal, or as near as two products of cuBLAS are."""
+        """None if the logits are equal, or as near in each row as two products of cuBLAS are."""
         if torch.equal(replayed, expected):
             return None
-        largest = (replayed.float() - expected.float()).abs().max() / expected.float().abs().max()
-        share = float(largest)
+        apart, size = (replayed.float() - expected.float()).abs(), expected.float().abs()
+        share = float((apart.amax(-1) / size.amax(-1)).max())
+        _LOG.info("decode graphs: a replay differs by %.2g of a row's largest logit", share)
         return None if share <= _MAX_DIFFERENCE else f", by {share:.3g} of the largest"
 
 

@@ -87,8 +87,11 @@ class GraphDevice(Protocol):
         position_ids: torch.Tensor,
         logit_indices: torch.Tensor,
         metadata: PassMetadata,
-    ) -> tuple[torch.Tensor, Graph | str]:
-        """Run a pass once and capture it: its logits, and the reason if there is no graph."""
+    ) -> tuple[torch.Tensor, Graph | str | None]:
+        """Run a pass once and capture it: its logits, and the graph.
+
+        Without a graph the reason why no pass is replayed; None = only this kind is not.
+        """
 
     def difference(self, replayed: torch.Tensor, expected: torch.Tensor) -> str | None:
         """How the logits of a replay differ from the modules', if they may not; else None."""
@@ -154,9 +157,9 @@ class DecodeGraphs:
         )
         if isinstance(graph, str):
             self._turn_off(graph)
-        elif kind[-1] is DeltaSource.OTHER:
+        elif graph is not None and kind[-1] is DeltaSource.OTHER:
             self._verified[kind] = graph
-        else:
+        elif graph is not None:
             self._captured[kind] = graph
         return logits
 
@@ -168,10 +171,11 @@ class DecodeGraphs:
         logit_indices: torch.Tensor,
         metadata: PassMetadata,
     ) -> torch.Tensor:
-        """Compute a pass by the modules and from the graph: both write the same keys and values."""
+        """Compute a pass from the graph, which reads the keys and values that it writes, and again."""
         graph = self._captured.pop(kind)
+        replayed = graph.replay(input_ids, position_ids, metadata).clone()
         expected = graph.compute(self.run_modules, input_ids, position_ids, logit_indices, metadata)
-        difference = self.device.difference(graph.replay(input_ids, position_ids, metadata), expected)
+        difference = self.device.difference(replayed, expected)
         if difference is None:
             self._verified[kind] = graph
             _LOG.debug("decode graphs: passes of %d tokens are replayed", input_ids.shape[1])

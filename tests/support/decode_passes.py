@@ -93,18 +93,20 @@ class DecodePasses:
         self.runner.forward(inputs)
         return request
 
-    def decode(self, requests: list[Request]) -> torch.Tensor:
-        """One more token of each; the logits [requests, vocabulary]."""
-        inputs = self.decode_inputs(requests)
+    def decode(self, requests: list[Request], order: list[int] | None = None) -> torch.Tensor:
+        """One more token of each; the logits [requests, vocabulary], in another order if one is given."""
+        inputs = self.decode_inputs(requests, order)
         return self.runner.forward(inputs)
 
-    def decode_inputs(self, requests: list[Request]) -> ForwardInputs:
+    def decode_inputs(self, requests: list[Request], order: list[int] | None = None) -> ForwardInputs:
         """Inputs of one more token of each."""
         for request in requests:
             request.tokens.append(self._rng.randrange(3, _VOCAB_SIZE))
-        return self._inputs(requests, [1] * len(requests))
+        return self._inputs(requests, [1] * len(requests), order)
 
-    def _inputs(self, requests: list[Request], num_tokens: list[int]) -> ForwardInputs:
+    def _inputs(
+        self, requests: list[Request], num_tokens: list[int], order: list[int] | None = None
+    ) -> ForwardInputs:
         # Every second block, so that tables are not contiguous.
         tables = [
             (np.arange(_MAX_BLOCKS, dtype=np.int32) * _NUM_REQUESTS + request.number) for request in requests
@@ -119,5 +121,6 @@ class DecodePasses:
             known_lens=tuple(len(r.tokens) for r in requests),
             table_rows=tuple(r.table_row for r in requests),
             ranks=tuple(r.rank for r in requests),
+            logit_indices=None if order is None else np.array(order, np.int64),
         )
         return lower(rows, BLOCK_SIZE, self._device, self.loaded.lora_table.mirror)

@@ -65,10 +65,10 @@ class Pair:
             for passes in self.both
         ]
 
-    def decode(self, *numbers: int) -> torch.Tensor:
+    def decode(self, *numbers: int, order: list[int] | None = None) -> torch.Tensor:
         """Decode requests; both copies must give the same bits."""
         replayed, expected = (
-            passes.decode([requests[number] for number in numbers])
+            passes.decode([requests[number] for number in numbers], order)
             for passes, requests in zip(self.both, self.requests, strict=True)
         )
         assert torch.equal(replayed, expected)
@@ -156,6 +156,15 @@ def test_prefill_and_chunks_between_leave_graphs_right(llama: Pair) -> None:
             passes.start(5, prompt=11)
         llama.decode(1, 0)
     assert llama.graphs.num_verified == 1
+
+
+def test_logits_in_another_order_are_not_those_of_a_graph(llama: Pair) -> None:
+    """As of a pass whose prompt has scores: its rows that sample come first."""
+    llama.start((0, -1, 0), (1, -1, 0), (2, -1, 0))
+    for _ in range(4):
+        llama.decode(0, 1, 2)
+    assert llama.graphs.num_verified == 1
+    llama.decode(0, 1, 2, order=[1, 2, 0])
 
 
 def test_deltas_of_others_are_asked_for_in_every_replay(llama: Pair) -> None:
