@@ -73,10 +73,11 @@ class StepDraft:
     def add_chunk(self, request: Request) -> None:
         """Add as many pending tokens of ``request`` as the step has room and time for."""
         assert request.num_pending_tokens > 0 and self.num_free_tokens > 0, request.request_id
-        num_tokens = self._in_time(request, self._room(request, self.num_free_tokens), is_cold=False)
+        room = self._room(request, self.num_free_tokens)
+        num_tokens = self._gap.max_tokens(self.rows, request, room, is_cold=False)
+        self._take(request, num_tokens, num_tokens, room)
         if not num_tokens:
             return
-        self._take(request, num_tokens)
         if num_tokens == request.num_pending_tokens == 1:
             self.rows.decodes.append(request)
         else:
@@ -87,17 +88,12 @@ class StepDraft:
         most = self._num_free_scored_tokens if _is_scored(request) else num_free_tokens
         return min(request.num_pending_tokens, num_free_tokens, most)
 
-    def _take(self, request: Request, num_tokens: int) -> None:
-        self.num_free_tokens -= num_tokens
+    def _take(self, request: Request, num_tokens: int, in_time: int, room: int) -> None:
+        """Take tokens. If only ``in_time`` of ``room`` had time, others get the rest of these."""
+        most_tokens = in_time if in_time < room else self.num_free_tokens
+        self.num_free_tokens = most_tokens - num_tokens
         if _is_scored(request):
             self._num_free_scored_tokens -= num_tokens
-
-    def _in_time(self, request: Request, num_tokens: int, *, is_cold: bool) -> int:
-        """Return how many of these tokens may join. If not all may, close the step for others."""
-        in_time = self._gap.max_tokens(self.rows, request, num_tokens, is_cold=is_cold)
-        if in_time < num_tokens:
-            self.num_free_tokens = in_time
-        return in_time
 
     @property
     def max_cold_tokens(self) -> int:
@@ -109,14 +105,14 @@ class StepDraft:
     def add_cold(self, request: Request, cold_starts: ColdStarts, num_others: int, now_s: float) -> None:
         """Add the next chunk of a request whose adapter is loading, if it has one now."""
         room = self._room(request, self.max_cold_tokens)
-        max_tokens = self._in_time(request, room, is_cold=True)
+        max_tokens = self._gap.max_tokens(self.rows, request, room, is_cold=True)
         if not max_tokens:
             return
         chunk = cold_starts.next_chunk(request, max_tokens, num_others, self.rows, now_s)
         if chunk is None:
             return
-        assert 0 < chunk.num_tokens <= room
-        self._take(request, chunk.num_tokens)
+        assert 0 < chunk.num_tokens <= max_tokens
+        self._take(request, chunk.num_tokens, max_tokens, room)
         self._num_free_cold_tokens -= chunk.num_tokens
         self._num_free_cold_rows -= 1
         self.rows.cold_chunks.append((request, chunk))

@@ -8,7 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from corun.profiles.curve import Curve
 from corun.profiles.models import MachineModel
-from corun.runtime.plan import StepPlan
+from corun.runtime.plan import AdapterId, StepPlan
+from corun.runtime.request import Request
+from corun.runtime.scheduler.cold import ColdChunk, ColdStarts, StepRows
 from corun.runtime.scheduler.scheduler import Scheduler
 from corun.runtime.scheduler.step_times import LearnedTimes, ProfiledTimes, StepPace, StepTimes
 from corun.runtime.sim.clock import VirtualClock
@@ -44,17 +46,31 @@ def make(
     pace: StepPace | None = None,
     max_decode_gap_s: float | None = None,
     mix_decode_with_prefill: bool = True,
+    cold_starts: ColdStarts | None = None,
 ) -> Scheduler:
     return make_scheduler(
         memory=make_memory(num_blocks=2000),
         times=times,
         pace=pace,
+        cold_starts=cold_starts,
         max_model_len=4000,
         max_num_batched_tokens=_MAX_TOKENS,
         max_num_seqs=64,
         max_decode_gap_s=max_decode_gap_s,
         mix_decode_with_prefill=mix_decode_with_prefill,
     )
+
+
+class _Skipping(ColdStarts):
+    """Starts every cold request, which then skips each step."""
+
+    def may_start(self, request: Request, num_others: int, rows: StepRows, now_s: float) -> bool:
+        return True
+
+    def next_chunk(
+        self, request: Request, max_tokens: int, num_others: int, rows: StepRows, now_s: float
+    ) -> ColdChunk | None:
+        return None
 
 
 class Steps:
@@ -120,6 +136,18 @@ class TestWithAProfile:
             scheduler.add_request(make_request(number, prompt=100, max_tokens=2), 0.0)
         rows = rows_of(steps.next_plan())
         assert (rows[11][2], rows[12][2], 13 in rows) == (100, 60, False)
+
+    def test_a_cold_prompt_that_skips_a_step_leaves_its_time_to_others(self) -> None:
+        """Others have the 160 tokens of time, and the one that is cut closes the step."""
+        scheduler = make(
+            times=ProfiledTimes(_MODEL, _MAX_TOKENS), max_decode_gap_s=0.2, cold_starts=_Skipping()
+        )
+        steps = decoding(scheduler, 5)
+        cold = make_request(11, prompt=500, adapter_id=AdapterId(1), adapter_bytes=100)
+        for request in (cold, make_request(12, prompt=100), make_request(13, prompt=100)):
+            scheduler.add_request(request, 0.0)
+        rows = rows_of(steps.next_plan())
+        assert (11 in rows, rows[12][2], rows[13][2]) == (False, 100, 60)
 
     def test_by_default_five_decode_steps(self) -> None:
         """Of 40 rows, which take 90 ms: 450 in all, so 360 tokens, but for rounding."""
