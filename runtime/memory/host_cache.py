@@ -163,6 +163,10 @@ class HostCache:
         """Return how often this content was evicted, by reason."""
         return self._evictions_of.get(digest, {})
 
+    def has_place(self, digest: str, layer_bytes: Sequence[int]) -> bool:
+        """Whether ``begin_load`` would return a place."""
+        return digest in self._by_digest or self._victims(layer_bytes) is not None
+
     def begin_load(self, digest: str, layer_bytes: Sequence[int]) -> HostPlace | None:
         """Use the adapter of this content until ``end_use``. Return its place, filled or new.
 
@@ -256,24 +260,33 @@ class HostCache:
     def _make_room(self, sizes: Sequence[int]) -> list[int] | None:
         """Take ranges with as few evictions as possible. None, without evictions, if none fit."""
         starts = _take(self._ranges, sizes)
-        if starts is not None or sum(sizes) > self.capacity_bytes - self._used_bytes():
+        if starts is not None:
             return starts
-        ranges = self._ranges.copy()
-        victims: list[_Kept] = []
-        for victim in self._idle.values():
-            victims.append(victim)
-            for start, size in victim.extents:
-                ranges.free(start, size)
-            if (starts := _take(ranges, sizes)) is not None:
-                break
-        else:
+        victims = self._victims(sizes)
+        if victims is None:
             return None
         for victim in victims:
             self._evict(victim, EvictionReason.ADAPTER)
             self.lost_use = max(victim.last_use, self.lost_use or 0)
-        taken = _take(self._ranges, sizes)
-        assert taken == starts, (taken, starts)
+        starts = _take(self._ranges, sizes)
+        assert starts is not None, sizes
         return starts
+
+    def _victims(self, sizes: Sequence[int]) -> list[_Kept] | None:
+        """Return the idle adapters to evict for ranges of these sizes. None if none fit then."""
+        if sum(sizes) > self.capacity_bytes - self._used_bytes():
+            return None
+        ranges = self._ranges.copy()
+        victims: list[_Kept] = []
+        idle = iter(self._idle.values())
+        while _take(ranges, sizes) is None:
+            victim = next(idle, None)
+            if victim is None:
+                return None
+            victims.append(victim)
+            for start, size in victim.extents:
+                ranges.free(start, size)
+        return victims
 
     def _trim(self, reason: EvictionReason = EvictionReason.ADAPTER) -> None:
         """Evict idle adapters while the limit is exceeded."""

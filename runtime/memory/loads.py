@@ -102,7 +102,7 @@ class AdapterLoads:
         *,
         is_demand: bool = False,
     ) -> bool:
-        """Load an absent adapter that no request waits for. False if there is no room."""
+        """Load an adapter that no request waits for. False if it is absent and there is no room."""
         if adapter_id in self._cache.on_device:
             return True
         assert adapter is not None, adapter_id
@@ -111,11 +111,12 @@ class AdapterLoads:
             headroom_bytes = running.headroom_blocks * self._pool.block_bytes
         self._pool.reserve_growth(running.num_growth_blocks())
         if not self._room.has_adapter_room(adapter, headroom_bytes):
+            if self._lacks_host_place(adapter, is_demand=is_demand):
+                return False
             self._room.make_adapter_room(adapter, headroom_bytes, include_waiting=False)
             if not self._room.has_adapter_room(adapter, headroom_bytes):
                 return False
-        self.begin(adapter_id, adapter, now_s, is_demand=is_demand)
-        return True
+        return self.begin(adapter_id, adapter, now_s, is_demand=is_demand) is not None
 
     def end(self, load: OpenLoad, *, has_failed: bool) -> None:
         """Apply the end of a load. Release its place on the host unless the device reads there."""
@@ -141,10 +142,20 @@ class AdapterLoads:
         if self._host is not None and self._host.is_device_memory:
             self._host.end_use(self._read_in_place.pop(adapter_id))
 
+    def _lacks_host_place(self, adapter: AdapterFacts, *, is_demand: bool) -> bool:
+        """Whether the host has no place for a load, and evictions on the device free none."""
+        host = self._host
+        if host is None or host.is_device_memory or host.has_place(adapter.digest, adapter.host_bytes):
+            return False
+        host.is_short |= is_demand
+        return True
+
     def _make_room(self, need: Need) -> bool:
         """Evict idle adapters after a load found no room. Return whether it may find room now."""
         assert need.request.adapter is not None
         if not self._room.has_adapter_room(need.request.adapter):
+            if self._lacks_host_place(need.request.adapter, is_demand=True):
+                return False
             return self._room.make_adapter_room(need.request.adapter, include_waiting=need.may_displace)
         if self._host is None or not self._host.is_device_memory:
             return False  # wait for the end of other loads

@@ -1,6 +1,7 @@
 from dataclasses import replace
 from mmap import PAGESIZE
 
+import pytest
 from corun.runtime.memory.adapter_cache import AdapterState
 from corun.runtime.memory.adapter_log import EvictionReason
 from corun.runtime.memory.device_memory import DeviceMemory
@@ -15,9 +16,10 @@ from corun.runtime.plan import (
     TransferId,
     TransferResult,
 )
+from corun.runtime.request import Request
 from support.fake_host import FakeHost
 from support.invariants import check_invariants
-from support.scheduling import BLOCK_BYTES, facts, make_memory
+from support.scheduling import BLOCK_BYTES, facts, make_memory, make_request, make_scheduler
 
 
 def load(memory: DeviceMemory, adapter_id: int, num_bytes: int) -> None:
@@ -267,3 +269,52 @@ def test_a_load_waits_until_the_host_has_room_for_what_it_reads() -> None:
     memory.drop_content("content 2")
     assert memory.has_work
     check_invariants(memory)
+
+
+class NoneRunning:
+    headroom_blocks = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def num_growth_blocks(self, newcomer: Request | None = None, num_found_blocks: int = 0) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_no_adapter_leaves_the_device_for_a_load_without_a_place_on_the_host(is_waited_for: bool) -> None:
+    host = HostCache(2 * PAGESIZE)
+    memory = make_memory(num_blocks=10, limit_bytes=500, host=host)
+    scheduler = make_scheduler(memory=memory)
+    content = {number: replace(facts(300, f"content {number}"), host_bytes=(PAGESIZE,)) for number in (1, 2)}
+    first = memory.loads.begin(AdapterId(1), content[1], 0.0)
+    assert first is not None
+    memory.end_transfer(TransferResult(first.transfer_id), 0.0)
+    room = memory.registrations.begin((PAGESIZE, PAGESIZE))
+    assert room.place is not None, "the host has no place beside it"
+    memory.commands(0.0)
+
+    def begin() -> bool:
+        if not is_waited_for:
+            return memory.loads.begin_ahead(AdapterId(2), content[2], NoneRunning(), 0.0)
+        scheduler.schedule(0.0)
+        return memory.transfers.load_of(AdapterId(2)) is not None
+
+    if is_waited_for:
+        scheduler.add_request(make_request(1, adapter_id=AdapterId(2), adapter=content[2]), 0.0)
+    assert not begin()
+    assert memory.cache.state(AdapterId(1)) is AdapterState.RESIDENT
+    assert host.is_short is is_waited_for
+    memory.registrations.end(room.place.place_id, None)
+    assert begin()
+    assert memory.cache.state(AdapterId(1)) is AdapterState.ABSENT
+
+
+def test_a_load_ahead_that_finds_no_place_on_the_host_has_not_begun() -> None:
+    memory = make_memory(num_blocks=10, host=HostCache(PAGESIZE))
+    room = memory.registrations.begin((PAGESIZE,))
+    assert room.place is not None
+    adapter = replace(facts(100, "content"), host_bytes=(PAGESIZE,))
+    assert not memory.loads.begin_ahead(AdapterId(1), adapter, NoneRunning(), 0.0)
+    memory.registrations.end(room.place.place_id, None)
+    assert memory.loads.begin_ahead(AdapterId(1), adapter, NoneRunning(), 0.0)
