@@ -4,7 +4,7 @@ They only count: the budget bytes, the pool block ids. The executor owns the ten
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..plan import BlockId
 from .pages import Pages
@@ -168,6 +168,13 @@ class BlockPool:
         for block_id in blocks:
             heapq.heappush(self._cold, block_id)
         return tuple(sorted(blocks))
+
+    def rewarm(self, block_ids: Sequence[BlockId]) -> None:
+        """Mark taken blocks as warm again, unless allocated since: their memory was not returned."""
+        lost = set(block_ids).intersection(self._cold)
+        if lost:
+            self._warm = sorted(lost.union(self._warm))
+            self._cold = sorted(set(self._cold) - lost)
 
     def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
         """Allocate ``num_blocks`` blocks, reserved ones first. None if there are too few."""

@@ -5,10 +5,10 @@ evictions are commands for an executor. One plan both frees and allocates memory
 is free here as soon as the eviction is decided.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..adapter import AdapterFacts
-from ..plan import BASE_ADAPTER, AdapterId, HostPlaceId, TransferResult
+from ..plan import BASE_ADAPTER, AdapterId, StepPlan, TransferResult
 from ..request import Request
 from .adapter_cache import AdapterCache, AdapterState
 from .adapter_log import EvictionReason
@@ -316,15 +316,16 @@ class DeviceMemory:
             host_move=host_move,
         )
 
-    def evict_again(self, adapter_ids: Iterable[AdapterId], place_ids: Sequence[HostPlaceId]) -> None:
-        """Repeat evictions of a plan that was lost, and the order of loads, in the next plan."""
+    def repeat(self, plan: StepPlan) -> None:
+        """Repeat in the next plan what a lost one did with memory, except its transfers."""
         absent = AdapterState.ABSENT
-        self._evictions += [one for one in adapter_ids if self.cache.state(one) is absent]
+        self._evictions += [one for one in plan.evict_adapters if self.cache.state(one) is absent]
+        self.pool.rewarm(plan.freed_blocks)
         if self.host is not None:
-            self.host.evict_again(place_ids)
+            self.host.evict_again(plan.host_evictions)
         if self.host_budget is not None:
             self.host_budget.repeat()
-        self.transfers.repeat_order()
+        self.transfers.repeat(plan.promoted_transfers)
 
     def end_transfer(self, result: TransferResult, now_s: float) -> OpenTransfer | None:
         """Apply the end of a transfer and return it; None if it is unknown or has ended."""

@@ -236,8 +236,9 @@ class TransferTable:
         self._has_new_order = True
         self._changed(loads[0], now_s)
 
-    def repeat_order(self) -> None:
-        """Send the order of loads with the next plan, too, as an earlier one was lost."""
+    def repeat(self, promoted: Sequence[TransferId]) -> None:
+        """Send promotions of a plan that was lost, and the order of loads, with the next plan."""
+        self._promoted = [one for one in promoted if one in self._open] + self._promoted
         self._has_new_order = True
 
     def new_id(self) -> TransferId:

@@ -238,9 +238,9 @@ class Scheduler:
                 events.append(_error_event(request.request_id, "StepFailedError", error))
         events = self._finish_events(events, now_s)
         self._ended_requests.extend(step.plan.ended_requests)
-        self.memory.evict_again(step.plan.evict_adapters, step.plan.host_evictions)
         for transfer in step.plan.transfers:
             events += self._end_transfer(TransferResult(transfer.transfer_id, error), now_s)
+        self.memory.repeat(step.plan)
         return events
 
     def wake_at_s(self) -> float | None:

@@ -113,10 +113,10 @@ def test_evictions_of_a_lost_plan_are_told_again_but_not_of_what_has_come_since(
         load(memory, number, 100)
         assert memory.evict(AdapterId(number))
     memory.begin_plan(0, 0.0)
-    lost = memory.commands(0.0).evict_adapters
-    assert lost == (1, 2)
+    lost = StepPlan(StepId(1), (), (), (), (), *memory.commands(0.0))
+    assert lost.evict_adapters == (1, 2)
     load(memory, 2, 100)
-    memory.evict_again(lost, ())
+    memory.repeat(lost)
     assert memory.has_work
     assert memory.commands(0.0).evict_adapters == (1,)
 

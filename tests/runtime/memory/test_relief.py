@@ -8,7 +8,7 @@ from corun.runtime.memory.adapter_log import EvictionReason
 from corun.runtime.memory.device_memory import DeviceMemory
 from corun.runtime.memory.host_cache import HostCache
 from corun.runtime.memory.relief import MemoryRoom
-from corun.runtime.plan import AdapterId, TransferResult
+from corun.runtime.plan import AdapterId, StepId, StepPlan, TransferResult
 from support.invariants import check_invariants
 from support.kept_prefixes import keep
 from support.scheduling import BLOCK_BYTES, make_executor, make_memory, make_request, make_scheduler
@@ -126,6 +126,20 @@ def test_without_a_shortage_freed_blocks_keep_their_memory_unless_others_need_it
     memory.pool.free(blocks)
     assert memory.relief.take_freed_blocks(is_needed=False) == ()
     assert len(memory.relief.take_freed_blocks(is_needed=True)) == 4
+
+
+def test_blocks_of_a_lost_plan_keep_their_memory_until_a_later_one() -> None:
+    memory = make_memory(num_blocks=10)
+    pool = memory.pool
+    blocks = pool.allocate(4)
+    assert blocks is not None
+    pool.free(blocks)
+    lost = StepPlan(StepId(1), (), freed_blocks=memory.relief.take_freed_blocks(is_needed=True))
+    taken = pool.allocate(1)
+    assert taken is not None and pool.written_bytes == BLOCK_BYTES
+    memory.repeat(lost)
+    assert pool.written_bytes == 4 * BLOCK_BYTES
+    assert set(pool.take_warm_blocks()) == set(lost.freed_blocks) - set(taken)
 
 
 class TestAdapters:

@@ -57,7 +57,7 @@ def test_the_order_with_a_promoted_load_at_its_end_is_sent_and_sent_again() -> N
     assert table.take_order() == (load.transfer_id, prefetch.transfer_id)
     assert table.take_order() == ()
     loads.end(B)
-    table.repeat_order()
+    table.repeat(())
     assert table.take_order() == (prefetch.transfer_id,)
 
 

@@ -226,7 +226,11 @@ def test_a_prefetch_that_somebody_waits_for_is_promoted() -> None:
     scheduler.fail_step(plan.step_id, "lost", 0.0)
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    assert plan.load_order == (1,), "as the plan with it was lost"
+    assert plan.promoted_transfers == plan.load_order == (1,), "as the plan with it was lost"
+    scheduler.update(TransferResult(load.transfer_id), 0.0)
+    scheduler.fail_step(plan.step_id, "lost", 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is None or not plan.promoted_transfers, "it has ended"
 
 
 def test_a_request_without_room_for_a_cold_row_is_known_to_wait() -> None:
