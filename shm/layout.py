@@ -1,8 +1,8 @@
 """The place, writer and readers of every field that processes share.
 
 This is the only description: code takes offsets from here, and ``FIELDS.md`` shows the same tables.
-Offsets are in bytes. A flag has its own cache line and one writer, so that a store of one process
-does not take a line away from the writer of another flag.
+Offsets are in bytes. A flag has its own cache line, so that a store of one process does not take a
+line away from the writer of another flag. It has one writer at a time, except ``done`` and ``naps``.
 """
 
 import struct
@@ -58,7 +58,7 @@ TEAM_FIELDS = (
         "workers, supervisor",
         "1 from before a thread of the producer sleeps on done until it is awake",
     ),
-    Field("naps", 256, "int32", "workers", "producer", "1 from before a worker naps until one has napped"),
+    Field("naps", 256, "int32", "workers", "accelerator on the CPU", "workers that nap for x"),
 )
 """Lines of the team; by worker follow the lines of ``WORKER_FIELDS``, and then ``num_slots`` jobs."""
 

@@ -140,23 +140,24 @@ def await_job(team: int, own: int, sequence: int, state: int, spin_ns: int, park
     return int(_spin(own, word, sequence, state, 0)) & ~CROWDED
 
 
-@numba.njit("int32(int64, int64, int64, int32, int64, int64)", nogil=True, cache=_KEPT)
-def _nap(team: int, own: int, word: int, target: int, state: int, end_ns: int) -> int:
-    """Look every 50 microseconds until ``end_ns``: not every writer wakes a sleeper.
-
-    Workers share the flag of those that do: one that ends its nap takes it from the others, which
-    set it again when they look.
-    """
+@numba.njit("int32(int64, int64, int32, int64, int64)", nogil=True, cache=_KEPT)
+def _nap(own: int, word: int, target: int, state: int, end_ns: int) -> int:
+    """Look after each short sleep until ``end_ns``: not every writer wakes a sleeper."""
     found = int(_spin(own, word, target, state, 0)) & ~CROWDED
     while found == NOT_YET and monotonic_ns() < end_ns:
-        store_release(team + _NAPS, 1)
-        fence()
         seen = load_acquire(word)
         if not has_reached(seen, target):
             sleep_on(word, seen, _NAP_NS)
-        store_release(team + _NAPS, 0)
         found = int(_spin(own, word, target, state, 0)) & ~CROWDED
     return found
+
+
+@numba.njit("void(int64, int32)", nogil=True, cache=_KEPT)
+def _count_naps(team: int, change: int) -> None:
+    """Add ``change`` to the number of workers that nap for x. A full fence."""
+    seen = load_acquire(team + _NAPS)
+    while not compare_exchange(team + _NAPS, seen, numba.int32(seen + change)):
+        seen = load_acquire(team + _NAPS)
 
 
 @numba.njit("int32(int64, int64, int32, int64, int64, int64)", nogil=True, cache=_KEPT)
@@ -168,7 +169,9 @@ def await_x(team: int, own: int, sequence: int, state: int, spin_ns: int, timeou
     end_ns = monotonic_ns() + timeout_ns
     found: int = _spin(own, team + _READY, sequence, state, min(spin_ns, timeout_ns))
     if found & ~CROWDED == NOT_YET:
-        found += int(_nap(team, own, team + _READY, sequence, state, end_ns))
+        _count_naps(team, 1)
+        found += int(_nap(own, team + _READY, sequence, state, end_ns))
+        _count_naps(team, -1)
     return found
 
 
@@ -186,7 +189,7 @@ def await_members(team: int, own: int, members: int, sequence: int, state: int, 
             end_ns = monotonic_ns() + timeout_ns
             found = int(_spin(own, word, sequence, state, min(_MEMBER_SPIN_NS, timeout_ns))) & ~CROWDED
             if found == NOT_YET:
-                found = int(_nap(team, own, word, sequence, state, end_ns))
+                found = int(_nap(own, word, sequence, state, end_ns))
             if found != ARRIVED:
                 return found
         members >>= 1

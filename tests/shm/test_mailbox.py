@@ -433,6 +433,26 @@ def test_a_worker_that_naps_for_x_says_so_and_is_woken(ends: Ends) -> None:
     assert load_acquire(naps) == 0
 
 
+def test_a_worker_that_naps_for_x_is_counted_until_its_own_nap_ends(team: Ends) -> None:
+    """Naps of others begin and end meanwhile: for x, and for members, which no writer wakes."""
+    job, naps = _job(team.producer, 0b111), team.producer.mailbox.word("naps")
+    team.producer.publish(job)
+    thread = threading.Thread(
+        target=lambda: team.workers[0].wait_x(job, timeout_s=DEADLINE_S, spin_ns=0), daemon=True
+    )
+    thread.start()
+    wait_until(naps, 1, timeout_s=DEADLINE_S)
+    for _ in range(20):
+        assert not team.workers[1].wait_members(job, 0b101, timeout_s=0.0005)
+        assert load_acquire(naps) == 1
+        assert not team.workers[2].wait_x(job, timeout_s=0.0005, spin_ns=0)
+        assert load_acquire(naps) == 1
+    publish(team.producer.ready_address, job.sequence, naps)
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert load_acquire(naps) == 0
+
+
 def _stay_busy(has_ended: threading.Event) -> None:
     data = bytes(1 << 20)
     while not has_ended.is_set():
