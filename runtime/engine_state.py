@@ -16,7 +16,7 @@ PROFILE_PATH = "/v1/profile"  # ``EngineProfile``
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of all messages. Unknown fields are ignored, so versions may differ by one."""
+    """Base of all messages."""
 
 
 class Accepted(Wire, frozen=True):

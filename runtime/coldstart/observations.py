@@ -20,12 +20,20 @@ from .strategy import LoadStrategy, Prediction
 _SMOOTHING = 0.2  # weight of the newest step in the running ratio
 
 
-class Observation(NamedTuple):
-    """Seconds to a first token; or the delay of a step, as a share of its time without waits."""
+class StallObservation(NamedTuple):
+    """The delay of a step with cold and other rows, as shares of its time without waits."""
 
     strategy: LoadStrategy
-    predicted: float
-    measured: float
+    predicted_share: float
+    measured_share: float
+
+
+class FirstTokenObservation(NamedTuple):
+    """Predicted and measured time of a first token."""
+
+    strategy: LoadStrategy
+    predicted_s: float
+    measured_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,7 @@ class DelayTracker:
             is_loading=is_loading,
         )
 
-    def ended(self, step_id: StepId, now_s: float) -> Observation | None:
+    def ended(self, step_id: StepId, now_s: float) -> StallObservation | None:
         """Record the end of a step. Return its delay; None if it shows none."""
         began_s, self._last_end_s = self._last_end_s, now_s  # of two in flight, the second waits
         step = self._steps.pop(step_id, None)
@@ -104,7 +112,7 @@ class DelayTracker:
         warm_ratio = ratios.get(True, ratios.get(False, 0.0))
         if not warm_ratio or step.strategy is None or not step.has_others:
             return None
-        return Observation(step.strategy, step.wait_s / step.warm_s, ratio / warm_ratio - 1.0)
+        return StallObservation(step.strategy, step.wait_s / step.warm_s, ratio / warm_ratio - 1.0)
 
 
 @dataclass(slots=True)
@@ -171,14 +179,14 @@ class FirstTokens:
             expected.foreseen_s = None
             expected.has_skipped = False
 
-    def on_first_token(self, request_id: RequestId, now_s: float) -> Observation | None:
+    def on_first_token(self, request_id: RequestId, now_s: float) -> FirstTokenObservation | None:
         """Compare the time of a first token. None if it cannot be compared."""
         expected = self._expected.pop(request_id, None)
         if expected is None or not expected.is_comparable:
             return None
         prediction = expected.prediction
         predicted_s = prediction.first_token_s + expected.joined_s
-        return Observation(prediction.strategy, predicted_s, now_s - expected.decided_at_s)
+        return FirstTokenObservation(prediction.strategy, predicted_s, now_s - expected.decided_at_s)
 
     def discard(self, request_id: RequestId) -> None:
         """Drop the record of a request that has ended."""

@@ -1,7 +1,7 @@
 """Measured and predicted delays of steps with cold rows."""
 
 import pytest
-from corun.runtime.coldstart.observations import DelayTracker, Observation
+from corun.runtime.coldstart.observations import DelayTracker, StallObservation
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.plan import RequestId, StepId
 
@@ -24,7 +24,7 @@ class Steps:
         has_others: bool = True,
         begins_s: float = 0.0,
         is_loading: bool = False,
-    ) -> Observation | None:
+    ) -> StallObservation | None:
         """Run a step that is predicted to take 0.1 s without waits."""
         self._number += 1
         step_id = StepId(self._number)
@@ -48,8 +48,8 @@ def test_the_wait_is_what_a_step_takes_beyond_those_that_never_wait() -> None:
     steps.delays.planned(COLD, LoadStrategy.ASSISTED, 0.003)
     observation = steps.run(0.23, cold=(COLD,))
     assert observation is not None and observation.strategy is LoadStrategy.ASSISTED
-    assert observation.predicted == pytest.approx(0.03)
-    assert observation.measured == pytest.approx(0.15)
+    assert observation.predicted_share == pytest.approx(0.03)
+    assert observation.measured_share == pytest.approx(0.15)
 
 
 def test_what_a_load_costs_is_no_wait_for_it() -> None:
@@ -59,15 +59,15 @@ def test_what_a_load_costs_is_no_wait_for_it() -> None:
     assert steps.run(0.15, begins_s=0.05) is None
     steps.delays.planned(COLD, LoadStrategy.ASSISTED, 0.0)
     observation = steps.run(0.13, cold=(COLD,), begins_s=0.02)
-    assert observation is not None and observation.measured == pytest.approx(0.1)
+    assert observation is not None and observation.measured_share == pytest.approx(0.1)
     assert steps.run(0.11, is_loading=True) is None  # as much for rows that wait until it has ended
     steps.delays.planned(COLD, LoadStrategy.ASSISTED, 0.0)
     observation = steps.run(0.121, cold=(COLD,))
-    assert observation is not None and observation.measured == pytest.approx(0.1)
+    assert observation is not None and observation.measured_share == pytest.approx(0.1)
     assert steps.run(0.1) is None
     steps.delays.planned(COLD, LoadStrategy.ASSISTED, 0.0)
     observation = steps.run(0.11, cold=(COLD,))
-    assert observation is not None and observation.measured == pytest.approx(0.0)
+    assert observation is not None and observation.measured_share == pytest.approx(0.0)
 
 
 def test_nothing_is_learned_where_it_would_be_a_guess() -> None:
@@ -94,7 +94,7 @@ def test_a_step_begins_when_the_one_before_it_ends() -> None:
         delays.closed(StepId(number), cold, 0.1, 5.0, has_others=True)
     assert delays.ended(StepId(1), 5.1) is None
     observation = delays.ended(StepId(2), 5.2)
-    assert observation is not None and observation.measured == pytest.approx(0.0)
+    assert observation is not None and observation.measured_share == pytest.approx(0.0)
 
 
 def test_steps_that_were_given_up_are_forgotten() -> None:
