@@ -162,7 +162,7 @@ class KeptWeights:
 
 
 class LateWeights:
-    """Matrices that a thread writes for the next start, beside a running engine."""
+    """Matrices to be written for the next start: by a thread beside an engine, or at once."""
 
     def __init__(self, kept: KeptWeights, matrices: Mapping[str, Arrays]) -> None:
         """``kept``: closed, to be replaced by ``matrices``, which no one changes."""
@@ -183,11 +183,15 @@ class LateWeights:
 
         def run() -> None:
             place_thread(cpus)
-            matrices, self._matrices = self._matrices, {}
-            self._kept.write(matrices, after_piece)
+            self.write(after_piece)
 
         self._thread = threading.Thread(target=run, name="corun-late-weights", daemon=True)
         self._thread.start()
+
+    def write(self, after_piece: Callable[[float], None] = lambda _s: None) -> None:
+        """Write all of them in this thread, instead of ``begin``; see ``KeptWeights.write``."""
+        matrices, self._matrices = self._matrices, {}
+        self._kept.write(matrices, after_piece)
 
     def close(self) -> None:
         """Write the rest without a break, or give up after 2 s. Idempotent."""

@@ -75,8 +75,9 @@ def test_with_a_link_everything_is_measured(where: str, tmp_path: Path) -> None:
     engine_cpu, *others = sorted(os.sched_getaffinity(0))
     if not others:
         pytest.skip("a worker needs a CPU beside the engine's")
-    cpus = ["--engine-cores", str(engine_cpu), "--cpu-cores", str(others[0])]
-    done = _profile(tmp_path, "--link-gib-per-s", "1", *cpus, where=where)
+    given = ["--engine-cores", str(engine_cpu), "--cpu-cores", str(others[0])]
+    given += ["--quantization", "int8"] if where == "cpu" else []
+    done = _profile(tmp_path, "--link-gib-per-s", "1", *given, where=where)
     assert done.returncode == 0, done.stderr
     options = _yaml_options(done, tmp_path)
     profile = _saved(options)
@@ -86,7 +87,8 @@ def test_with_a_link_everything_is_measured(where: str, tmp_path: Path) -> None:
         "cpu_cores": str(others[0]),
         "engine_cores": str(engine_cpu),
         "profile": options["profile"],
-    }
+    } | ({"quantization": "int8"} if where == "cpu" else {})
+    assert len(list(tmp_path.rglob("*.weights"))) == (where == "cpu")  # for the next start
     # Where serve looks with these options, with the picture beside it.
     (picture,) = (tmp_path / "corun" / "profiles").glob("*.png")
     assert picture.read_bytes().startswith(_PNG_MAGIC)

@@ -94,6 +94,9 @@ def run_profile(config: EngineConfig, budget_s: float | None, listener: ProfileL
         subject = subject_of(config, loaded, placement, facts)
         with _as_corun_error():
             profile = _measure(config, loaded, placement, subject, budget_s, listener)
+        if loaded.weights.late is not None:
+            listener.on_progress("writing quantised weights for the next start")
+            loaded.weights.late.write()
     finally:
         loaded.close()
     return ProfileRun(profile, placement, default_path(subject, _directory()))

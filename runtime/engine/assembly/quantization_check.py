@@ -113,6 +113,8 @@ def _figures(config: EngineConfig, tokens: list[int]) -> _Figures:
             next_tokens += logprobs.argmax(dim=-1).tolist()
         perplexity = math.exp(loss / len(next_tokens))
         weights = loaded.weights
+        if weights.late is not None:
+            weights.late.write()
         return _Figures(kind, weights.num_bytes, weights.num_in_full, perplexity, tuple(next_tokens))
     finally:
         loaded.close()

@@ -66,7 +66,10 @@ def test_needs_something_to_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs an ADAPTER, or --quantization" in capsys.readouterr().err
 
 
-def test_what_fewer_bits_cost_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fewer_bits_cost_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     text = tmp_path / "text"
     text.write_text(demo_text_path().read_text()[:600])
     assert main(["check", "--quantization", "int8", "--text", str(text)]) == 0
@@ -76,6 +79,7 @@ def test_what_fewer_bits_cost_the_demo(tmp_path: Path, capsys: pytest.CaptureFix
     assert "MiB before (57%)" in figures[0]
     agreement = float(figures[2].split("after ")[1].split("%")[0])
     assert 90 < agreement <= 100
+    assert len(list(tmp_path.rglob("*.weights"))) == 1  # for the next start
 
 
 def gguf(*fields: tuple[str, str]) -> bytes:

@@ -389,6 +389,16 @@ def test_a_model_that_adapters_cannot_change_is_served(
     torch.set_num_threads(num_threads)
 
 
+def test_an_engine_inside_this_process_keeps_quantised_weights(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    given = options | {"dtype": "bfloat16", "quantization": "int8", "linear_backend": "auto"}
+    with Engine(**given):
+        pass
+    assert len(list(tmp_path.rglob("*.weights"))) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "share"),
     [
