@@ -243,7 +243,8 @@ def rotate_kernel(
     slot = token
     if IS_PAGED:
         slot = tl.load(slot_mapping + token)
-        head_ok = head_ok & (slot >= 0)
+        if slot < 0:
+            return
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     places = block * key_stride_block + offset * DIM + head.to(tl.int64) * key_stride_kv_head
     targets = key_out + places[:, None] + dim[None, :]
