@@ -32,7 +32,7 @@ class ThreadWorker:
     """Waits for x, computes a stand-in for the deltas, and signals y."""
 
     def __init__(self) -> None:
-        self.words = np.zeros(32, np.int32)  # ready and done, a cache line apart
+        self.words = np.zeros(64, np.int32)  # ready, done, and those that a sender reads, a line each
         self.x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
         self.y = torch.zeros(TOKENS, sum(OUT), dtype=torch.bfloat16)
         self.matrix = torch.randn(WIDTH, sum(OUT), dtype=torch.bfloat16)
