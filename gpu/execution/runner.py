@@ -13,7 +13,7 @@ from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
 from ..model.kv_pool import KvPool
 from ..model.probe import ProbeRow
-from ..replay.decode_graphs import DecodeGraphs, GraphDevice, RunPass
+from ..replay.decode_graphs import DecodeGraphs, GraphDevice, PassInputs, RunPass
 
 
 class ModelRunner:
@@ -93,7 +93,7 @@ class ModelRunner:
                 # A graph has the logits of each row's last token, in the order of the rows.
                 is_plain = inputs.rows.logit_indices is None
                 run_pass: RunPass = (self.graphs if is_plain else None) or self._run_modules
-                logits = run_pass(inputs.input_ids, inputs.position_ids, wanted, metadata)
+                logits = run_pass(PassInputs(inputs.input_ids, inputs.position_ids, wanted, metadata))
                 logits = logits[0, :num_wanted].to(torch.float32, copy=True)
                 if num_tokens is not None:
                     _forbid_beyond(logits, num_tokens)
@@ -131,14 +131,9 @@ class ModelRunner:
         context.head_deltas = ResidentDeltas(backend, batch) if make is None else make(batch)
         return num_tokens
 
-    def _run_modules(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> torch.Tensor:
+    def _run_modules(self, inputs: PassInputs) -> torch.Tensor:
         """See ``RunPass``; the modules read the pass from their shared context."""
+        input_ids, position_ids, logit_indices, metadata = inputs
         self._context.attention, self._context.deltas = metadata.attention, metadata.deltas
         out = self.model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=logit_indices

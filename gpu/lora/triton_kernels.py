@@ -5,8 +5,8 @@ Both read base pointers, rank and scaling per (table row, target) from the ``Lor
 vectors for every rank, which is padded only inside a tile. A program of a segment or rank tile that
 does not exist returns at once, so the grid may be the largest one of a batch.
 
-Segments of few tokens are expanded by a kernel of their own, without tensor cores: a tile of these
-has 16 tokens at least, whose sums and outputs would take the registers that loads in flight need.
+Segments of few tokens are expanded by a kernel of their own, without tensor cores. A tile of tensor
+cores has at least 16 tokens: its sums would take the registers that loads in flight need.
 
 One launch serves all targets of an input group: hidden is float32 [splits, tokens, group_size,
 rank_stride].

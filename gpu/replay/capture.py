@@ -23,7 +23,7 @@ from ..forward.kernel_threads import num_kernel_threads
 from ..forward.launcher import Launcher, launching
 from ..fused import residual
 from .captured_pass import Callback, CapturedPass, KernelCalls, Part, TorchOperation
-from .decode_graphs import DeltaSource, Kind, RunPass
+from .decode_graphs import DeltaSource, Kind, PassInputs, RunPass
 from .replay_kernel import LETTERS, SIGNATURES
 
 Thing = TypeVar("Thing")
@@ -237,19 +237,12 @@ class CpuGraphs:
             return None
         return (num_tokens, num_kernel_threads(), metadata.outside), DeltaSource.of(metadata)
 
-    def capture(
-        self,
-        run_modules: RunPass,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> tuple[torch.Tensor, CapturedPass | str]:
+    def capture(self, run_modules: RunPass, inputs: PassInputs) -> tuple[torch.Tensor, CapturedPass | str]:
         """See ``GraphDevice``."""
         return capture_pass(
-            lambda ids, positions: run_modules(ids, positions, logit_indices, metadata),
-            input_ids,
-            position_ids,
+            lambda ids, positions: run_modules(inputs._replace(input_ids=ids, position_ids=positions)),
+            inputs.input_ids,
+            inputs.position_ids,
         )
 
     def difference(self, replayed: torch.Tensor, expected: torch.Tensor) -> str | None:

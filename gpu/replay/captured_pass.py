@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ..forward.batch import PassMetadata
-from .decode_graphs import RunPass
+from .decode_graphs import PassInputs, RunPass
 from .replay_kernel import replay
 
 
@@ -94,13 +94,6 @@ class CapturedPass:
             part.run()
         return self.logits
 
-    def compute(
-        self,
-        run_modules: RunPass,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> torch.Tensor:
+    def compute(self, run_modules: RunPass, inputs: PassInputs) -> torch.Tensor:
         """See ``Graph``."""
-        return run_modules(input_ids, position_ids, logit_indices, metadata)
+        return run_modules(inputs)

@@ -19,7 +19,7 @@ from ..forward.launcher import Launcher, Thing, launching
 from ..forward.lower import SHORT_PIECE
 from ..lora.base import LoraBackend
 from ..lora.deltas import ResidentDeltas
-from .decode_graphs import DeltaSource, Kind, RunPass
+from .decode_graphs import DeltaSource, Kind, PassInputs, RunPass
 
 _LOG = logging.getLogger(__name__)
 
@@ -186,18 +186,11 @@ class CudaGraph:
         self.run()
         return self.logits[:, : input_ids.shape[1]]
 
-    def compute(
-        self,
-        run_modules: RunPass,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> torch.Tensor:
+    def compute(self, run_modules: RunPass, inputs: PassInputs) -> torch.Tensor:
         """See ``Graph``."""
-        self.inputs.fill(input_ids, position_ids, metadata)
-        logits = _compute(run_modules, self.inputs, self.lora_backend, metadata)
-        return logits[:, : len(logit_indices)]
+        self.inputs.fill(inputs.input_ids, inputs.position_ids, inputs.metadata)
+        logits = _compute(run_modules, self.inputs, self.lora_backend, inputs.metadata)
+        return logits[:, : len(inputs.logit_indices)]
 
 
 class _Watching(Launcher):
@@ -242,37 +235,26 @@ class CudaGraphs:
         return None if self._is_full and kind not in self._kinds else kind
 
     def capture(
-        self,
-        run_modules: RunPass,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
+        self, run_modules: RunPass, inputs: PassInputs
     ) -> tuple[torch.Tensor, CudaGraph | str | None]:
         """See ``GraphDevice``; the pass runs before, and makes all that is made once."""
         if len(self._kinds) < _MAX_GRAPHS and self._recorder.has_room():
             try:
-                return self._capture(run_modules, input_ids, position_ids, logit_indices, metadata)
+                return self._capture(run_modules, inputs)
             except torch.OutOfMemoryError:
                 pass  # the pass itself may fit, as it is not padded
         self._is_full = True
         _LOG.info(
             "decode graphs: no more are captured, %d are; other passes run the modules", len(self._kinds)
         )
-        return run_modules(input_ids, position_ids, logit_indices, metadata), None
+        return run_modules(inputs), None
 
-    def _capture(
-        self,
-        run_modules: RunPass,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> tuple[torch.Tensor, CudaGraph | str]:
+    def _capture(self, run_modules: RunPass, inputs: PassInputs) -> tuple[torch.Tensor, CudaGraph | str]:
+        input_ids, position_ids, logit_indices, metadata = inputs
         size = _Size.of(input_ids.shape[1], metadata)
-        inputs = _Inputs(size, metadata.attention.block_size, input_ids.device)
-        inputs.fill(input_ids, position_ids, metadata)
-        compute = partial(_compute, run_modules, inputs, self._lora_backend, metadata)
+        padded = _Inputs(size, metadata.attention.block_size, input_ids.device)
+        padded.fill(input_ids, position_ids, metadata)
+        compute = partial(_compute, run_modules, padded, self._lora_backend, metadata)
         watching = _Watching()
         with launching(watching):
             logits = compute()
@@ -289,7 +271,7 @@ class CudaGraphs:
         except RuntimeError as error:
             return wanted, f"CUDA cannot capture the pass: {error}"
         self._kinds.add((size, DeltaSource.of(metadata)))
-        return wanted, CudaGraph(inputs, self._lora_backend, results, run, watching.kept)
+        return wanted, CudaGraph(padded, self._lora_backend, results, run, watching.kept)
 
     def difference(self, replayed: torch.Tensor, expected: torch.Tensor) -> str | None:
         """None if the logits are equal, or as near in each row as two products of cuBLAS are."""
@@ -310,7 +292,7 @@ def _compute(
         assert lora_backend is not None
         deltas = ResidentDeltas(lora_backend, lora)
     padded = PassMetadata(inputs.attention, lora, deltas)
-    return run_modules(inputs.input_ids, inputs.position_ids, inputs.logit_indices, padded)
+    return run_modules(PassInputs(inputs.input_ids, inputs.position_ids, inputs.logit_indices, padded))
 
 
 def _doubled(least: int, number: int) -> int:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -21,16 +21,19 @@ from .replay_kernel import replay
 _LOG = logging.getLogger(__name__)
 
 
+class PassInputs(NamedTuple):
+    """The inputs of one pass of the model."""
+
+    input_ids: torch.Tensor  # int64 [1, tokens]
+    position_ids: torch.Tensor  # int64 [1, tokens]
+    logit_indices: torch.Tensor  # int64, packed indices of the tokens that need logits
+    metadata: PassMetadata
+
+
 class RunPass(Protocol):
     """Computes one pass of the model."""
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> torch.Tensor:
+    def __call__(self, inputs: PassInputs) -> torch.Tensor:
         """Return the logits [1, len(logit_indices), vocabulary]; the next pass may change them."""
 
 
@@ -59,14 +62,7 @@ class Graph(Protocol):
     ) -> torch.Tensor:
         """Compute the pass on other inputs of its kind; see ``RunPass``."""
 
-    def compute(
-        self,
-        run_modules: RunPass,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> torch.Tensor:
+    def compute(self, run_modules: RunPass, inputs: PassInputs) -> torch.Tensor:
         """Compute the same by the modules, with tensors of the shapes that the graph has."""
 
 
@@ -80,14 +76,7 @@ class GraphDevice(Protocol):
     def kind(self, num_tokens: int, metadata: PassMetadata) -> Kind | None:
         """The kind of a decode pass; None = it is not captured."""
 
-    def capture(
-        self,
-        run_modules: RunPass,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> tuple[torch.Tensor, Graph | str | None]:
+    def capture(self, run_modules: RunPass, inputs: PassInputs) -> tuple[torch.Tensor, Graph | str | None]:
         """Run a pass once and capture it: its logits, and the graph.
 
         Without a graph the reason why no pass is replayed; None = only this kind is not.
@@ -113,27 +102,21 @@ class DecodeGraphs:
         """The number of kinds of passes that are replayed."""
         return len(self._verified)
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> torch.Tensor:
-        num_tokens = input_ids.shape[1]
-        is_decode = metadata.attention.max_query_len == 1 and len(logit_indices) == num_tokens
+    def __call__(self, inputs: PassInputs) -> torch.Tensor:
+        metadata, num_tokens = inputs.metadata, inputs.input_ids.shape[1]
+        is_decode = metadata.attention.max_query_len == 1 and len(inputs.logit_indices) == num_tokens
         kind = self.device.kind(num_tokens, metadata) if is_decode and not self._is_off else None
         if kind is None:
-            return self.run_modules(input_ids, position_ids, logit_indices, metadata)
+            return self.run_modules(inputs)
         graph = self._verified.get(kind)
         if graph is not None:
-            return graph.replay(input_ids, position_ids, metadata)
+            return graph.replay(inputs.input_ids, inputs.position_ids, metadata)
         if self._may_capture(kind):
-            return self._capture(kind, input_ids, position_ids, logit_indices, metadata)
+            return self._capture(kind, inputs)
         if kind in self._captured:
-            return self._verify(kind, input_ids, position_ids, logit_indices, metadata)
+            return self._verify(kind, inputs)
         self._met.add(kind)
-        return self.run_modules(input_ids, position_ids, logit_indices, metadata)
+        return self.run_modules(inputs)
 
     def _may_capture(self, kind: Kind) -> bool:
         size, deltas = kind
@@ -143,18 +126,9 @@ class DecodeGraphs:
             return any((size, known) in self._verified for known in DeltaSource)
         return kind in self._met and kind not in self._captured
 
-    def _capture(
-        self,
-        kind: Kind,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> torch.Tensor:
+    def _capture(self, kind: Kind, inputs: PassInputs) -> torch.Tensor:
         """Run the modules and record their computations."""
-        logits, graph = self.device.capture(
-            self.run_modules, input_ids, position_ids, logit_indices, metadata
-        )
+        logits, graph = self.device.capture(self.run_modules, inputs)
         if isinstance(graph, str):
             self._turn_off(graph)
         elif graph is not None and kind[-1] is DeltaSource.OTHER:
@@ -163,26 +137,18 @@ class DecodeGraphs:
             self._captured[kind] = graph
         return logits
 
-    def _verify(
-        self,
-        kind: Kind,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> torch.Tensor:
+    def _verify(self, kind: Kind, inputs: PassInputs) -> torch.Tensor:
         """Compute a pass from the graph, which reads the keys and values that it writes, and again."""
-        graph = self._captured.pop(kind)
-        replayed = graph.replay(input_ids, position_ids, metadata).clone()
-        expected = graph.compute(self.run_modules, input_ids, position_ids, logit_indices, metadata)
+        graph, num_tokens = self._captured.pop(kind), inputs.input_ids.shape[1]
+        replayed = graph.replay(inputs.input_ids, inputs.position_ids, inputs.metadata).clone()
+        expected = graph.compute(self.run_modules, inputs)
         difference = self.device.difference(replayed, expected)
         if difference is None:
             self._verified[kind] = graph
-            _LOG.debug("decode graphs: passes of %d tokens are replayed", input_ids.shape[1])
+            _LOG.debug("decode graphs: passes of %d tokens are replayed", num_tokens)
         else:
             self._turn_off(
-                f"a replay of {input_ids.shape[1]} tokens gave other logits{difference}; "
-                "please report this model"
+                f"a replay of {num_tokens} tokens gave other logits{difference}; please report this model"
             )
         return expected
 

@@ -41,7 +41,7 @@ class WatermarkSwaps:
     """Decides at each look what is swapped, begins swaps, and cancels them."""
 
     _pool: BlockPool
-    _cache: AdapterCache  # whose policy has watermarks
+    _cache: AdapterCache  # with a policy that has watermarks
     _prefixes: PrefixCache
     _room: RoomMaker
     _loads: AdapterLoads

@@ -43,7 +43,7 @@ class DecodePasses:
         record: Recorder | None = None,
         **options: Any,
     ) -> None:
-        """``record``: stands in for the capture of a GPU, whose kernels Triton interprets."""
+        """``record``: takes the place of a GPU's capture; Triton interprets the kernels."""
         config = EngineConfig(
             model=str(directory), device=device, dtype=dtype, block_size=BLOCK_SIZE, **options
         )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from corun.gpu.forward.batch import AttentionMetadata, PassMetadata
 from corun.gpu.replay.cuda_graphs import CudaGraph, CudaGraphs
+from corun.gpu.replay.decode_graphs import PassInputs
 from support.architectures import save_model
 from support.triton.program import run_triton_program
 
@@ -58,21 +59,17 @@ class Pass:
         )
         self.metadata = PassMetadata(attention, None, None, most_context_len=40)
 
-    def run(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logit_indices: torch.Tensor,
-        metadata: PassMetadata,
-    ) -> torch.Tensor:
+    def run(self, inputs: PassInputs) -> torch.Tensor:
         """See ``RunPass``."""
-        if input_ids.shape[1] > self.max_rows:
+        if inputs.input_ids.shape[1] > self.max_rows:
             raise torch.OutOfMemoryError
-        return input_ids[:, :, None].to(torch.float32)
+        return inputs.input_ids[:, :, None].to(torch.float32)
 
     def capture(self, graphs: CudaGraphs) -> CudaGraph | str | None:
         """Capture it, and compare the logits."""
-        logits, graph = graphs.capture(self.run, self.ids, self.ids, torch.arange(3), self.metadata)
+        logits, graph = graphs.capture(
+            self.run, PassInputs(self.ids, self.ids, torch.arange(3), self.metadata)
+        )
         assert logits.flatten().tolist() == [5, 6, 7]
         return graph
 

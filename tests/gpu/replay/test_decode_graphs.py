@@ -159,7 +159,7 @@ def test_prefill_and_chunks_between_leave_graphs_right(llama: Pair) -> None:
 
 
 def test_logits_in_another_order_are_not_those_of_a_graph(llama: Pair) -> None:
-    """As of a pass whose prompt has scores: its rows that sample come first."""
+    """A pass with scores of a prompt has the logits of sampling rows first."""
     llama.start((0, -1, 0), (1, -1, 0), (2, -1, 0))
     for _ in range(4):
         llama.decode(0, 1, 2)
