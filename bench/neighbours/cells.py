@@ -31,13 +31,14 @@ class Pace:
     """How long everything is measured. Frozen: figures compare only if these agree."""
 
     rounds: int = 3
-    pairs: int = 7  # of what is a ratio of two servers
-    settle_s: float = 4.0  # under a load, before anything counts
-    window_s: float = 8.0
-    watch_s: float = 90.0  # for full speed after competitors have ended
+    pairs: int = 5  # of what is a ratio of two servers
+    settle_s: float = 3.0  # under a load, before anything counts
+    window_s: float = 5.0
+    watch_s: float = 75.0  # for full speed after competitors have ended
     watch_window_s: float = 5.0
-    recovery_s: float = 60.0  # after a start under load
+    recovery_s: float = 40.0  # after a start under load
     starts: int = 10
+    start_rounds: int = 1
     long_requests: int = 16
 
 
@@ -133,7 +134,7 @@ def started_under_load(servers: Servers, variant: Variant, reference: Server, pa
             server = stack.enter_context(servers.start(variant))
         server.window(8, pace.recovery_s)
         pair = {"quiet": reference, "started under load": server}
-        return {str(clients): loads(pair, clients, pace.rounds, pace) for clients in (1, 8)}
+        return {str(clients): loads(pair, clients, pace.start_rounds, pace) for clients in (1, 8)}
 
 
 def over_reading(server: Server, weight_bytes: int, pace: Pace) -> Figures:

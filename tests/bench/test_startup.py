@@ -14,4 +14,4 @@ from startup import judge
     ],
 )
 def test_judge(warm_s: list[float], controls_s: list[float], expected: bool | None) -> None:
-    assert judge(warm_s, controls_s) is expected
+    assert judge(warm_s, controls_s, 7.0) is expected
