@@ -195,6 +195,7 @@ def measure_busy(bench: Bench, kind: str, servers: Servers) -> None:
     for per_core in _SPINNERS_PER_CORE:
         with spinning(per_core):
             measure(servers, per_core)
+    servers.end()  # the group's have the memory
     try:
         with quota(_QUOTA_CPUS) as prefix, bench.servers(kind, *prefix) as limited:
             measure(limited, QUOTA)
@@ -288,6 +289,7 @@ def _options() -> argparse.Namespace:
         metavar="JSON",
         help="extra fields of requests to it; ADAPTER = the adapter's number",
     )
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of each cell, and pairs of each ratio")
     parser.add_argument("--quick", action="store_true", help="seconds per cell, to try the script")
     parser.add_argument("--results", type=Path, help="file of figures")
     parser.add_argument("--folder", type=Path, default=_RESULTS, help="folder of models and results")
@@ -298,6 +300,8 @@ def main() -> None:
     """Measure what is not kept, judge and print."""
     options = _options()
     pace = _QUICK if options.quick else Pace()
+    if options.rounds is not None:
+        pace = replace(pace, rounds=options.rounds, pairs=options.rounds)
     machine = {name: value for name, value in setup().items() if name != "date"}
     other = None if options.against is None else setup(options.against)["commit"]
     results = options.results or options.folder / f"{options.size}-{machine['commit']}.json"

@@ -125,6 +125,10 @@ class Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End all; one that is asked for again is started again."""
         self._running.clear()
         self._stack.close()
 
