@@ -289,7 +289,9 @@ def _options() -> argparse.Namespace:
         metavar="JSON",
         help="extra fields of requests to it; ADAPTER = the adapter's number",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of each cell, and pairs of each ratio")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds of each cell, and pairs of each ratio"
+    )
     parser.add_argument("--quick", action="store_true", help="seconds per cell, to try the script")
     parser.add_argument("--results", type=Path, help="file of figures")
     parser.add_argument("--folder", type=Path, default=_RESULTS, help="folder of models and results")
