@@ -79,10 +79,13 @@ async def closed_loop(send: Send, jobs: Sequence[Job], num_clients: int) -> list
     return samples
 
 
-async def window_loop(send: Send, jobs: Iterator[Job], num_clients: int, window_s: float) -> list[Sample]:
+async def window_loop(
+    send: Send, jobs: Iterator[Job], num_clients: int, window_s: float, settle_s: float = 0.0
+) -> list[Sample]:
     """Keep ``num_clients`` requests in flight for so many seconds; then those that run are left.
 
     Each sample has the tokens that came within the window, also of requests that have not ended.
+    The window begins after ``settle_s``, when the first prompts are no longer computed at once.
     """
     samples: list[Sample] = []
 
@@ -92,6 +95,11 @@ async def window_loop(send: Send, jobs: Iterator[Job], num_clients: int, window_
             await _time(send, job, samples[-1])
 
     clients = [asyncio.create_task(client()) for _ in range(num_clients)]
+    if settle_s:
+        await asyncio.wait(clients, timeout=settle_s, return_when=asyncio.FIRST_EXCEPTION)
+        for sample in samples:
+            sample.num_tokens = 0
+            sample.gaps_s.clear()
     ended, running = await asyncio.wait(clients, timeout=window_s, return_when=asyncio.FIRST_EXCEPTION)
     for task in running:
         task.cancel()
@@ -130,7 +138,7 @@ async def _time(send: Send, job: Job, sample: Sample) -> None:
     def on_tokens(count: int) -> None:
         nonlocal last
         now = time.perf_counter()
-        if sample.num_tokens == 0:
+        if last == start:
             sample.ttft_s = now - start
         else:
             sample.gaps_s.append(now - last)

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from corun.demo import demo_adapters_path, demo_model_path
+from corun.runtime.demo import demo_adapters_path, demo_model_path
 from models import ATTENTION_TARGETS, SIZES, make_adapters, save_adapter, save_model
 from paired import report, seconds
 from serve import free_port

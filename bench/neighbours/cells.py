@@ -32,8 +32,8 @@ class Pace:
 
     rounds: int = 3
     pairs: int = 5  # of what is a ratio of two servers
-    settle_s: float = 3.0  # under a load, before anything counts
-    window_s: float = 5.0
+    settle_s: float = 4.0  # under a load, before anything counts
+    window_s: float = 6.0
     watch_s: float = 75.0  # for full speed after competitors have ended
     watch_window_s: float = 5.0
     recovery_s: float = 40.0  # after a start under load
@@ -100,11 +100,7 @@ def loads(servers: Mapping[str, Server], num_clients: int, rounds: int, pace: Pa
     """One load on several servers in turn."""
 
     def window(server: Server) -> Callable[[], Window]:
-        def measure() -> Window:
-            server.window(num_clients, pace.settle_s)
-            return server.window(num_clients, pace.window_s)
-
-        return measure
+        return lambda: server.window(num_clients, pace.window_s, pace.settle_s)
 
     return rows_of(in_turn({name: window(one) for name, one in servers.items()}, rounds))
 

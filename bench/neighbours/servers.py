@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,9 @@ class Server:
     url: str
     pid: int
 
-    def window(self, num_clients: int, window_s: float) -> Window:
-        """Measure a while, with ``num_clients`` requests in flight, and wait until it is idle."""
-        loop = window_loop(self.send, self._jobs(num_clients), num_clients, window_s)
+    def window(self, num_clients: int, window_s: float, settle_s: float = 0.0) -> Window:
+        """Measure ``window_s`` after ``settle_s`` with so many requests, and wait until it is idle."""
+        loop = window_loop(self.send, self._jobs(num_clients), num_clients, window_s, settle_s)
         window = Window.of(asyncio.run(loop), window_s)
         self._wait_until_idle()
         return window
@@ -98,6 +98,9 @@ class Server:
         print(f"{self.url} is still not idle after {_MAX_IDLE_WAIT_S:g} s", flush=True)
 
     def _jobs(self, num_clients: int) -> Iterator[Job]:
+        """Without end. The first answers have different lengths, so that clients do not run in step."""
+        for index, job in enumerate(self._make_jobs(LOADS[num_clients], num_clients)):
+            yield replace(job, output_tokens=max(1, job.output_tokens * (index + 1) // num_clients))
         while True:
             yield from self._make_jobs(LOADS[num_clients], _JOBS_AT_ONCE)
 

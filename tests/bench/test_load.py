@@ -78,3 +78,21 @@ def test_a_window_has_what_came_within_it() -> None:
     assert [sample.num_tokens for sample in samples] == [3] * 4
     with pytest.raises(RuntimeError, match="no such model"):
         samples_of("hangs", "fails")
+
+
+def test_a_window_begins_after_its_load_has_settled() -> None:
+    async def send(job: Job, on_tokens: Callable[[int], None]) -> None:
+        on_tokens(1)
+        await settled.wait()
+        on_tokens(1)
+        on_tokens(2)
+        await asyncio.Event().wait()
+
+    async def window() -> list[Sample]:
+        asyncio.get_running_loop().call_later(0.15, settled.set)
+        return await window_loop(send, iter([Job([], "", 4)]), 1, 0.15, settle_s=0.05)
+
+    settled = asyncio.Event()
+    (sample,) = asyncio.run(window())
+    assert sample.num_tokens == 3
+    assert len(sample.gaps_s) == 2
