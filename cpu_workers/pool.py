@@ -179,6 +179,7 @@ class WorkerPool:
                     task.token_parts,
                     task.predicted_us,
                     slowdown_permille,
+                    int(task.is_crowded),
                 )
             )
             sequence = wrap(sequence + 1)

@@ -43,6 +43,7 @@ class TeamJob(NamedTuple):
     members: tuple[int, ...]  # workers, each once
     token_parts: int
     predicted_us: int
+    is_crowded: bool = False  # other threads need the members' cores while these wait for x
 
 
 class Team(NamedTuple):

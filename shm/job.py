@@ -35,6 +35,7 @@ class Job(NamedTuple):
     token_parts: int
     predicted_us: int
     slowdown_permille: int = 1000  # deliberate slowdown: thousandths of the normal time
+    is_crowded: int = 0  # 1: members nap at once while they wait for x
     status: int = JobStatus.DONE  # once it is done
     duration_us: int = 0  # of the last member; 0 if it was not computed
 

@@ -90,6 +90,7 @@ JOB_FIELDS = (
     Field("token_parts", 48, "int32", _HOST, "workers", "parts of the tokens; members of a part share h"),
     Field("predicted_us", 52, "int32", _HOST, _SUPERVISOR, "predicted duration"),
     Field("slowdown_permille", 56, "int32", _HOST, "workers, supervisor", "deliberate slowdown, 1000 = none"),
+    Field("is_crowded", 60, "int32", _HOST, "workers", "1: other threads need the members' cores"),
     Field(
         "status",
         64,

@@ -221,7 +221,7 @@ class WorkerEnd:
     def wait_x(self, job: Job, *, timeout_s: float, spin_ns: int = X_SPIN_NS) -> bool:
         """Wait for the job's x; False after ``timeout_s``, or if the state changes."""
         mailbox, crowded_until_ns = self.mailbox, self._crowded_until_ns
-        if crowded_until_ns and time.monotonic_ns() < crowded_until_ns:
+        if job.is_crowded or (crowded_until_ns and time.monotonic_ns() < crowded_until_ns):
             spin_ns = 0
         found: int = loop.await_x(
             mailbox.team, mailbox.own, job.sequence, self._own_state, spin_ns, int(timeout_s * 1e9)

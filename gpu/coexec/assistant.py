@@ -114,7 +114,7 @@ class Assistant:
         the pass may be computed.
         """
         reads = _reads(rows)
-        invocations = self._invoke(rows)
+        invocations = self._invoke(rows, is_reading=bool(reads))
         batches: list[LoraBatch | None] = []
         arrivals: list[tuple[Arrival, ...]] = []
         # Between two split layers all layers have the same rows on the device.
@@ -128,7 +128,7 @@ class Assistant:
         cold_spans = frozenset((row.start, row.end) for row in rows if row.arriving is not None)
         return AssistedPass(deltas, self.handover.exchange, self._gateway, invocations, cold_spans)
 
-    def _invoke(self, rows: Sequence[ColdRow]) -> dict[GroupKey, tuple[Invocation, ...]]:
+    def _invoke(self, rows: Sequence[ColdRow], *, is_reading: bool) -> dict[GroupKey, tuple[Invocation, ...]]:
         assisted = [
             AssistedRow(row.start, row.end, row.split_layer, row.arriving)
             for row in rows
@@ -138,7 +138,7 @@ class Assistant:
             return {}
         if self._gateway is None:
             raise ShmError("the plan needs CPU workers, and there are none")
-        return self._gateway.invoke(assisted)
+        return self._gateway.invoke(assisted, is_reading=is_reading)
 
 
 def _batch(rows: Sequence[ColdRow], layer: int, device: torch.device) -> LoraBatch | None:

@@ -93,6 +93,8 @@ class WorkerGateway:
         exchange: Exchange,
         model: JobModel,
         widths: Sequence[float],
+        *,
+        shares_cores: bool = False,
     ) -> None:
         """Use ``pool``.
 
@@ -104,12 +106,15 @@ class WorkerGateway:
             model: How long workers take for a job, by which teams are chosen.
             widths: Values of A and B for each rank, by input group, the mean of its targets: see
                 ``model``.
+            shares_cores: Files are read on cores of the workers. A worker that spins would keep
+                the reading off its core for a tick of the scheduler, and then be kept off as long.
         """
         self._pool = pool
         self._rows = rows
         self._exchange = exchange
         self._model = model
         self._widths = widths
+        self._shares_cores = shares_cores
         end = pool.end
         self._ready = control.word(end.ready_address - control.address, "ready of the CPU workers")
         self._done = control.word(end.done_address - control.address, "done of the CPU workers")
@@ -118,8 +123,12 @@ class WorkerGateway:
     def num_ready_workers(self) -> int:
         return len(self._pool.ready_workers())
 
-    def invoke(self, rows: Sequence[AssistedRow]) -> dict[GroupKey, tuple[Invocation, ...]]:
+    def invoke(
+        self, rows: Sequence[AssistedRow], *, is_reading: bool = False
+    ) -> dict[GroupKey, tuple[Invocation, ...]]:
         """Publish the jobs of all layers of a pass, in the order in which they are needed.
+
+        ``is_reading``: files of their adapters are being read.
 
         Raises ``WorkerUnavailableError`` if a worker that was ready is not ready any more,
         ``MailboxFullError`` or ``RowsFullError`` if the workers' shared memory is too small for
@@ -133,7 +142,7 @@ class WorkerGateway:
         tasks = self._tasks(rows)
         self._check_room(rows, tasks)
         try:
-            return self._publish(tasks, workers)
+            return self._publish(tasks, workers, is_crowded=is_reading and self._shares_cores)
         except BaseException:
             self._drop_published()
             raise
@@ -185,7 +194,9 @@ class WorkerGateway:
                 "too many cold requests in the step"
             )
 
-    def _publish(self, tasks: _Tasks, workers: Sequence[int]) -> dict[GroupKey, tuple[Invocation, ...]]:
+    def _publish(
+        self, tasks: _Tasks, workers: Sequence[int], *, is_crowded: bool
+    ) -> dict[GroupKey, tuple[Invocation, ...]]:
         """Publish all jobs at once, and return the device's invocations."""
         teams: dict[tuple[int, int, int], Team] = {}  # the layers of a pass are alike
         wanted: list[TeamJob] = []
@@ -210,6 +221,7 @@ class WorkerGateway:
                         members,
                         team.token_parts,
                         max(1, round(team.seconds * 1e6)),
+                        is_crowded,
                     )
                 )
         published = iter(self._pool.submit(wanted))

@@ -416,6 +416,24 @@ def test_a_worker_stops_spinning_for_x_while_another_thread_needs_its_core(
     assert spins[0] > 0
 
 
+@pytest.mark.parametrize("is_crowded", [0, 1])
+def test_a_worker_spins_for_x_unless_its_job_says_not_to(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, is_crowded: int
+) -> None:
+    job = _job(ends.producer)._replace(is_crowded=is_crowded)
+    ends.producer.publish(job)
+    assert ends.take() == job
+    spins: list[int] = []
+
+    def waits(team: int, own: int, sequence: int, state: int, spin_ns: int, timeout_ns: int) -> int:
+        spins.append(spin_ns)
+        return loop.ARRIVED
+
+    monkeypatch.setattr(loop, "await_x", waits)
+    assert ends.worker.wait_x(job, timeout_s=DEADLINE_S)
+    assert len(spins) == 1 and (spins[0] == 0) == bool(is_crowded)
+
+
 def test_a_worker_that_naps_for_x_says_so_and_is_woken(ends: Ends) -> None:
     job, naps = _job(ends.producer), ends.producer.mailbox.word("naps")
     ends.producer.publish(job)

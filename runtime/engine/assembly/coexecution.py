@@ -181,7 +181,8 @@ def _start_workers(
         if not pool.shares_matrices:  # its teams cut only tokens
             job = replace(job, share_s=math.inf)
         widths = [group.width for group in profile.model.groups]
-        gateway = WorkerGateway(pool, rows, control, exchange, job, widths)
+        shares_cores = not set(cpus).isdisjoint(placement.background_cpus)
+        gateway = WorkerGateway(pool, rows, control, exchange, job, widths, shares_cores=shares_cores)
         return _Workers(pool, gateway, job, undo.pop_all().close)
 
 

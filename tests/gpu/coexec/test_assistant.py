@@ -24,12 +24,14 @@ class Failing:
     void: frozenset[tuple[int, int]] = frozenset()
     is_late: bool = False
     num_ready_workers: int = 1
+    readings: list[bool] = field(default_factory=list)  # of the passes: whether files are being read
 
     def synchronize(self, stream: Stream, *, timeout_s: float) -> None:
         if stream in self.failures:
             raise self.failures.pop(stream)
 
-    def invoke(self, rows: Any) -> Any:
+    def invoke(self, rows: Any, *, is_reading: bool) -> Any:
+        self.readings.append(is_reading)
         return {(0, 0): (SimpleNamespace(start=ASSISTED[0], end=ASSISTED[1]),)}
 
     def collect(self, invocations: Any, *, timeout_s: float) -> frozenset[tuple[int, int]]:
@@ -38,12 +40,14 @@ class Failing:
         return self.void
 
 
-def begin(failing: Failing) -> AssistedPass:
-    """A pass of one layer."""
+def begin(failing: Failing, num_on_host: int = 1) -> AssistedPass:
+    """A pass of one layer; ``num_on_host``: of the adapters' layers."""
     exchange = Exchange(as_torch(failing), COMPUTE, TRANSFER)
     handover = as_torch(SimpleNamespace(exchange=exchange))
     assistant = Assistant(handover, as_torch(None), as_torch(failing), num_layers=1)
-    arriving: Any = SimpleNamespace(begin_pass=lambda: 1, arrival=lambda layer: None)
+    arriving: Any = SimpleNamespace(
+        begin_pass=lambda: num_on_host, arrival=lambda layer: None, await_read=lambda layer: None
+    )
     rows = [
         ColdRow(*ASSISTED, 1, 0, 8, arriving),
         ColdRow(*PIPELINED, 0, 1, 8, arriving),
@@ -56,6 +60,13 @@ def test_a_pass_without_a_failure_is_void_where_workers_failed() -> None:
     assert begin(Failing()).finish() == frozenset()
     assert begin(Failing(void=frozenset({ASSISTED}))).finish() == {ASSISTED}
     assert begin(Failing(is_late=True)).finish() == {ASSISTED}
+
+
+def test_the_gateway_hears_whether_files_are_being_read() -> None:
+    failing = Failing()
+    for num_on_host in (1, 0):
+        begin(failing, num_on_host).finish()
+    assert failing.readings == [False, True]
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -14,7 +14,7 @@ import torch
 from corun.cpu_workers.teams import JobModel, TeamJob
 from corun.gpu.coexec.assistant import Assistant, AssistedPass, ColdRow
 from corun.gpu.coexec.cold_deltas import Arrival
-from corun.gpu.coexec.gateway import PlacedGroup, WorkerGateway
+from corun.gpu.coexec.gateway import AssistedRow, PlacedGroup, WorkerGateway
 from corun.gpu.coexec.handover import Exchange
 from corun.gpu.coexec.host_handover import HostHandover
 from corun.gpu.coexec.invocation import job_shape
@@ -79,10 +79,14 @@ class Passes:
         pool = driver.pool
         self.rows = device.register(pool.rows.segment.buffer, name="rows", is_paced=False)
         self.control = device.register(pool.control.segment.buffer, name="ctl", is_paced=False)
-        exchange = Exchange(device, compute, compute)
-        gateway = WorkerGateway(pool, self.rows, self.control, exchange, JobModel(s_per_product=1e-4), [1.0])
-        self.assistant = Assistant(HostHandover(exchange), as_torch(None), gateway, NUM_LAYERS)
+        self.exchange = Exchange(device, compute, compute)
+        gateway = self.gateway()
+        self.assistant = Assistant(HostHandover(self.exchange), as_torch(None), gateway, NUM_LAYERS)
         self.adapters = [Cold(driver, (0, 1, 2)), Cold(driver, (3, 4, 5))]
+
+    def gateway(self, **options: bool) -> WorkerGateway:
+        pool, model = self.driver.pool, JobModel(s_per_product=1e-4)
+        return WorkerGateway(pool, self.rows, self.control, self.exchange, model, [1.0], **options)
 
     @property
     def num_outstanding(self) -> int:
@@ -211,6 +215,24 @@ def test_faults_in_any_order_leave_nothing_to_the_next_pass(passes: Passes, seed
         if rng.random() < 0.7:
             succeed(passes, rng)
     succeed(passes, rng)
+
+
+@pytest.mark.parametrize("shares_cores", [False, True])
+def test_workers_nap_while_files_are_read_on_their_cores(
+    passes: Passes, monkeypatch: pytest.MonkeyPatch, shares_cores: bool
+) -> None:
+    gateway, pool = passes.gateway(shares_cores=shares_cores), passes.driver.pool
+    crowded: list[set[bool]] = []
+
+    def refuse(tasks: Sequence[TeamJob]) -> list[Job]:
+        crowded.append({task.is_crowded for task in tasks})
+        raise WorkerUnavailableError("it is not needed")
+
+    monkeypatch.setattr(pool, "submit", refuse)
+    for is_reading in (False, True):
+        with pytest.raises(WorkerUnavailableError, match="not needed"):
+            gateway.invoke([AssistedRow(0, 4, NUM_LAYERS, passes.adapters[0])], is_reading=is_reading)
+    assert crowded == [{False}, {shares_cores}]
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
