@@ -93,12 +93,13 @@ class FileCalls:
         """Return what ``function`` returns, or raise what it raises.
 
         ``path``: what it reads; ``function`` may move the place that it gets. A call inside another
-        one for the same path runs in its thread. Raises ``SilentError`` if there is no progress for
-        ``timeout_s`` (None = that of the pool), or an earlier call for this path has not returned
-        yet.
+        one for the same path runs in its thread, as a step of it. Raises ``SilentError`` if there is
+        no progress for ``timeout_s`` (None = that of the pool), or an earlier call for this path has
+        not returned yet.
         """
         place = _current.place
         if place is not None and _is_at(path, place.path):
+            place.step()
             return function(place)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         job = self._begin(function, path, has_deadline=True)

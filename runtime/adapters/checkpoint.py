@@ -21,7 +21,7 @@ from ..file_calls import FILES
 from .digest import PART_HEAD_BYTES, part_head
 from .folder_files import OWN_FILES, AdapterRoots, NotRegularError, OutsideError, open_file
 from .peft_config import GGUF_REASON, GGUF_SUFFIX
-from .resolved import RawTensor, StoredTensor
+from .resolved import RawTensor, Stamp, StoredTensor
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 
@@ -192,7 +192,8 @@ class Checkpoint:
         self._buffer = memoryview(bytearray())
         self._reads_nowait = True
         try:
-            self._file = open_file(directory, WEIGHTS_NAME, roots)
+            # In one call, because each has a thread of its own.
+            self._file, self.stamp = FILES.call(lambda _: _open_with_stamp(directory, roots), str(directory))
         except (FileNotFoundError, NotADirectoryError):
             raise AdapterError(FILES.call(lambda _: _missing(directory), str(directory))) from None
         except OSError as error:
@@ -253,7 +254,6 @@ class Checkpoint:
         self.close()
 
     def _open(self, max_tensor_bytes: int) -> None:
-        self.stamp = self._read_stamp()  # bytes, time of the last change in ns, inode
         num_bytes, max_bytes = self.stamp[0], max_tensor_bytes + MAX_HEADER_BYTES
         if num_bytes > max_bytes:
             raise AdapterError(
@@ -322,12 +322,11 @@ class Checkpoint:
     def _folder(self) -> str:
         return str(self.path.parent)
 
-    def _read_stamp(self) -> tuple[int, int, int]:
+    def _read_stamp(self) -> Stamp:
         try:
-            status = FILES.call(lambda _: os.fstat(self._file.fileno()), self._folder)
+            return FILES.call(lambda _: _stamp_of(self._file), self._folder)
         except OSError as error:
             raise self._unreadable(error) from error
-        return status.st_size, status.st_mtime_ns, status.st_ino
 
     def _changed(self, how: str) -> AdapterError:
         return AdapterError(
@@ -336,6 +335,20 @@ class Checkpoint:
 
     def _unreadable(self, error: OSError) -> AdapterError:
         return AdapterError(f"cannot read {self.path}: {error.strerror or error}")
+
+
+def _open_with_stamp(directory: Path, roots: AdapterRoots) -> tuple[FileIO, Stamp]:
+    file = open_file(directory, WEIGHTS_NAME, roots)
+    try:
+        return file, _stamp_of(file)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _stamp_of(file: FileIO) -> Stamp:
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def is_complete(directory: Path, roots: AdapterRoots = OWN_FILES) -> bool | None:

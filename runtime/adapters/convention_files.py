@@ -7,14 +7,16 @@ trained with another template; requests with a prompt are served.
 import hashlib
 import json
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..file_calls import FILES, SilentError
+from ..file_calls import FILES, Place, SilentError
 from .content import FileStamp
 from .conventions import (
     ADDED_TOKENS_NAME,
@@ -31,7 +33,7 @@ from .conventions import (
     refused,
     with_vocabulary,
 )
-from .folder_files import OWN_FILES, AdapterRoots, NotRegularError, read_file
+from .folder_files import OWN_FILES, AdapterRoots, NotRegularError, OpenFolder
 from .sources import why_unknown
 from .vocabulary import AddedToken, BaseTokens, TokenDifferences, compare
 
@@ -42,6 +44,9 @@ _MAX_TOKENIZER_BYTES = 64 << 20  # large vocabularies need half of it
 _MAX_KNOWN = 64  # tokenizers; adapters of one trainer share one
 # Resolution of a file system's clock: two writes within it can have the same time.
 _CLOCK_STEP_NS = 1_000_000_000
+
+# Returns the content of a file with this name and at most so many bytes; None if there is none.
+_ReadFile = Callable[[str, int], bytes | None]
 
 
 class _Model(msgspec.Struct):
@@ -71,7 +76,7 @@ class ConventionReader:
         Raises ``SilentError`` if the file system does not answer.
         """
         try:
-            contents = FILES.call(lambda _: self._read_contents(folder), str(folder))
+            contents = FILES.call(partial(self._read_contents, folder), str(folder))
             base = self._base if vocab_size is None else self._base.with_embeddings(vocab_size)
             found, notes = conventions_of(*contents, base)
         except ValueError as error:
@@ -83,20 +88,30 @@ class ConventionReader:
             _LOG.warning("%s: %s", folder, note)
         return with_vocabulary(found, vocab_size)
 
-    def _read_contents(self, folder: Path) -> tuple[ConventionContents, TokenDifferences]:
-        contents = ConventionContents(
-            template=self._read_template(folder),
-            processor_template=self._read_json(folder, PROCESSOR_TEMPLATE_NAME),
-            tokenizer_config=self._read_json(folder, TOKENIZER_CONFIG_NAME),
-            special_tokens_map=self._read_json(folder, SPECIAL_TOKENS_NAME),
-            added_tokens=self._read_json(folder, ADDED_TOKENS_NAME),
-            generation_config=self._read_json(folder, GENERATION_CONFIG_NAME),
-        )
-        return contents, self._compare(folder)
+    def _read_contents(self, folder: Path, place: Place) -> tuple[ConventionContents, TokenDifferences]:
+        try:
+            with OpenFolder(folder, self._roots) as opened:
+                return self._contents(partial(_read, opened, place))
+        except FileNotFoundError:
+            return self._contents(lambda name, max_bytes: None)
+        except SilentError:  # not a fault of the folder
+            raise
+        except OSError as error:
+            raise ValueError(f"its folder cannot be read: {error.strerror or error}") from error
 
-    def _compare(self, folder: Path) -> TokenDifferences:
-        """Compare the tokenizer in ``folder``, if there is one, with the base's."""
-        raw = self._read(folder, TOKENIZER_NAME, _MAX_TOKENIZER_BYTES)
+    def _contents(self, read: _ReadFile) -> tuple[ConventionContents, TokenDifferences]:
+        contents = ConventionContents(
+            template=_read_template(read),
+            processor_template=_read_json(read, PROCESSOR_TEMPLATE_NAME),
+            tokenizer_config=_read_json(read, TOKENIZER_CONFIG_NAME),
+            special_tokens_map=_read_json(read, SPECIAL_TOKENS_NAME),
+            added_tokens=_read_json(read, ADDED_TOKENS_NAME),
+            generation_config=_read_json(read, GENERATION_CONFIG_NAME),
+        )
+        return contents, self._compare(read(TOKENIZER_NAME, _MAX_TOKENIZER_BYTES))
+
+    def _compare(self, raw: bytes | None) -> TokenDifferences:
+        """Compare the tokenizer in a file, if there is one, with the base's."""
         if raw is None:
             return TokenDifferences()
         digest = hashlib.sha256(raw).digest()
@@ -118,48 +133,51 @@ class ConventionReader:
         # A vocabulary may list its added tokens, which are not words.
         return compare(words, file.added_tokens, self._base)
 
-    def _read_template(self, folder: Path) -> str | None:
-        raw = self._read(folder, TEMPLATE_NAME, MAX_TEMPLATE_BYTES)
-        if raw is None:
-            return None
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{TEMPLATE_NAME} is not valid UTF-8: {error.reason} at byte {error.start}"
-            ) from error
-        return text.replace("\r\n", "\n").replace("\r", "\n")
 
-    def _read_json(self, folder: Path, name: str) -> dict[str, Any]:
-        """Return the object in a file; empty if there is no file."""
-        raw = self._read(folder, name, _MAX_JSON_BYTES)
-        if raw is None:
-            return {}
-        try:
-            found = json.loads(raw)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}") from error
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name} is not valid JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise ValueError(f"{name} is not a JSON object")
-        return found
+def _read_template(read: _ReadFile) -> str | None:
+    raw = read(TEMPLATE_NAME, MAX_TEMPLATE_BYTES)
+    if raw is None:
+        return None
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{TEMPLATE_NAME} is not valid UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
-    def _read(self, folder: Path, name: str, max_bytes: int) -> bytes | None:
-        """Return the content of a file; None if there is no file. Raises ``ValueError``."""
-        try:
-            raw = read_file(folder, name, max_bytes, self._roots)
-        except FileNotFoundError:
-            return None
-        except SilentError:  # not a fault of the file
-            raise
-        except NotRegularError:
-            raise ValueError(f"{name} is not a file") from None
-        except OSError as error:
-            raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
-        if raw is None:
-            raise ValueError(f"{name} has more than {max_bytes} bytes")
-        return raw
+
+def _read_json(read: _ReadFile, name: str) -> dict[str, Any]:
+    """Return the object in a file; empty if there is no file."""
+    raw = read(name, _MAX_JSON_BYTES)
+    if raw is None:
+        return {}
+    try:
+        found = json.loads(raw)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is not a JSON object")
+    return found
+
+
+def _read(folder: OpenFolder, place: Place, name: str, max_bytes: int) -> bytes | None:
+    """Return the content of a file; None if there is no file. Raises ``ValueError``."""
+    try:
+        raw = folder.read(name, max_bytes, place)
+    except FileNotFoundError:
+        return None
+    except SilentError:  # not a fault of the file
+        raise
+    except NotRegularError:
+        raise ValueError(f"{name} is not a file") from None
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
+    if raw is None:
+        raise ValueError(f"{name} has more than {max_bytes} bytes")
+    return raw
 
 
 def stamps_of(folder: Path, names: Sequence[str]) -> tuple[FileStamp | None, ...]:
@@ -167,7 +185,7 @@ def stamps_of(folder: Path, names: Sequence[str]) -> tuple[FileStamp | None, ...
 
     Raises ``OSError`` if a file cannot be examined.
     """
-    return FILES.call(lambda _: tuple(_stamp_of(folder / name) for name in names), str(folder))
+    return FILES.call(lambda _: tuple(_stamp_of(os.path.join(folder, name)) for name in names), str(folder))
 
 
 def settled_stamps_of(folder: Path, names: Sequence[str]) -> tuple[FileStamp, ...] | None:
@@ -181,9 +199,9 @@ def settled_stamps_of(folder: Path, names: Sequence[str]) -> tuple[FileStamp, ..
     return tuple(stamps) if is_settled else None
 
 
-def _stamp_of(path: Path) -> FileStamp | None:
+def _stamp_of(path: str) -> FileStamp | None:
     try:
-        status = path.stat()
+        status = os.stat(path)
     except OSError as error:
         if why_unknown(error) is not None:
             raise

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Self
 
 from ..file_calls import FILES, Place, SilentError
 
@@ -103,26 +104,49 @@ def is_within(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
-def open_file(folder: Path, name: str, roots: AdapterRoots = OWN_FILES) -> FileIO:
-    """Open ``folder``/``name`` for reading, without a buffer.
+class OpenFolder:
+    """A directory of which several files are read: it is found once, and all are of the same one.
 
-    Raises:
-        RefusedFileError: The file may not be read.
-        FileNotFoundError: There is no file.
-        SilentError: The file system does not answer.
-        OSError: The file cannot be read for another reason.
-    """
-    return FILES.call(lambda _: _open(folder, name, roots), str(folder))
-
-
-def read_file(folder: Path, name: str, max_bytes: int, roots: AdapterRoots = OWN_FILES) -> bytes | None:
-    """Return the content of ``folder``/``name``; None if it has more than ``max_bytes``.
-
-    Raises what ``open_file`` raises.
+    A context manager. It waits for the file system, so only calls of ``FILES`` use it.
     """
 
-    def read(place: Place) -> bytes | None:
-        with _open(folder, name, roots) as file:
+    def __init__(self, folder: Path, roots: AdapterRoots = OWN_FILES) -> None:
+        """Find the directory. Raises ``OSError`` as ``open_file``."""
+        self._folder = folder
+        self._roots = roots
+        # "." mounts a file system that is mounted on first use.
+        self._directory = os.open(os.path.join(folder, "."), _FLAGS | os.O_DIRECTORY)
+        try:
+            self._real_folder = _path_of(self._directory)
+        except BaseException:
+            os.close(self._directory)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._directory)
+
+    def open(self, name: str) -> FileIO:
+        """Open one of its files; see ``open_file``."""
+        assert "/" not in name, name
+        path = os.path.join(self._real_folder, name)
+        found = self._find(name, os.O_NOFOLLOW, path)
+        try:
+            if not stat.S_ISLNK(os.stat(found).st_mode):  # so this is its path
+                return self._open_found(found, name, path)
+        finally:
+            os.close(found)
+        found = self._find(name, 0, os.path.realpath(path))
+        try:
+            return self._open_found(found, name, _path_of(found))
+        finally:
+            os.close(found)
+
+    def read(self, name: str, max_bytes: int, place: Place) -> bytes | None:
+        """Return the content of one of its files; see ``read_file``."""
+        with self.open(name) as file:
             if os.fstat(file.fileno()).st_size > max_bytes:
                 return None
             parts, num_bytes = [], 0
@@ -134,35 +158,56 @@ def read_file(folder: Path, name: str, max_bytes: int, roots: AdapterRoots = OWN
                     return None
             return b"".join(parts)
 
+    def _find(self, name: str, flags: int, real_path: str) -> int:
+        """Return a descriptor of a file that is not opened yet; ``real_path``: where it should be."""
+        try:
+            return os.open(name, _FLAGS | flags, dir_fd=self._directory)
+        except OSError:
+            # The error must not show whether a file elsewhere exists.
+            self._roots.check(self._folder, self._real_folder, real_path)
+            raise
+
+    def _open_found(self, found: int, name: str, real_path: str) -> FileIO:
+        """Open a file by its descriptor, so that a change of a link since then has no effect."""
+        self._roots.check(self._folder, self._real_folder, real_path)
+        if not stat.S_ISREG(os.stat(found).st_mode):
+            raise NotRegularError(errno.EINVAL, "not a regular file", str(self._folder / name))
+        return open(_link_of(found), "rb", buffering=0, opener=_open_at_once)
+
+
+def open_file(folder: Path, name: str, roots: AdapterRoots = OWN_FILES) -> FileIO:
+    """Open ``folder``/``name`` for reading, without a buffer.
+
+    Raises:
+        RefusedFileError: The file may not be read.
+        FileNotFoundError: There is no file.
+        SilentError: The file system does not answer.
+        OSError: The file cannot be read for another reason.
+    """
+
+    def open_once(_: Place) -> FileIO:
+        with OpenFolder(folder, roots) as opened:
+            return opened.open(name)
+
+    return FILES.call(open_once, str(folder))
+
+
+def read_file(folder: Path, name: str, max_bytes: int, roots: AdapterRoots = OWN_FILES) -> bytes | None:
+    """Return the content of ``folder``/``name``; None if it has more than ``max_bytes``.
+
+    Raises what ``open_file`` raises.
+    """
+
+    def read(place: Place) -> bytes | None:
+        with OpenFolder(folder, roots) as opened:
+            return opened.read(name, max_bytes, place)
+
     return FILES.call(read, str(folder))
 
 
 def _parts(file: FileIO) -> Iterator[bytes]:
     while part := file.read(_CHUNK_BYTES):
         yield part
-
-
-def _open(folder: Path, name: str, roots: AdapterRoots) -> FileIO:
-    # The file is found first, and is opened by the descriptor that was checked, so that a change
-    # of a link has no effect in between. "." mounts a file system that is mounted on first use.
-    directory = os.open(os.path.join(folder, "."), _FLAGS | os.O_DIRECTORY)
-    try:
-        real_folder = _path_of(directory)
-        try:
-            found = os.open(name, _FLAGS, dir_fd=directory)
-        except OSError:
-            # The error must not show whether a file elsewhere exists.
-            roots.check(folder, real_folder, os.path.realpath(os.path.join(real_folder, name)))
-            raise
-        try:
-            roots.check(folder, real_folder, _path_of(found))
-            if not stat.S_ISREG(os.stat(found).st_mode):
-                raise NotRegularError(errno.EINVAL, "not a regular file", str(folder / name))
-            return open(_link_of(found), "rb", buffering=0, opener=_open_at_once)
-        finally:
-            os.close(found)
-    finally:
-        os.close(directory)
 
 
 def _real(path: str) -> str:

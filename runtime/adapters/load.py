@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import AdapterChangedError, AdapterError
+from ..file_calls import FILES, Place, SilentError
 from .checkpoint import Checkpoint
 from .digest import ContentDigest, LayerDigest, digest_head
 from .folder_files import OWN_FILES, AdapterRoots
@@ -66,7 +67,9 @@ class OpenAdapter:
     def begin(self) -> FileHeader | None:
         """See ``resolved.AdapterReader``."""
         needs_values = self.outline.saved or self.outline.rows
-        return None if needs_values else (self._head, self._checkpoint.stamp)
+        if needs_values:
+            return None
+        return FileHeader(self.spec, self._checkpoint.tensors, self._checkpoint.stamp)
 
     def resume(self, header: FileHeader) -> None:
         """See ``resolved.AdapterReader``."""
@@ -206,9 +209,16 @@ def open_adapter(
     problem, or its subclass ``ResolveError`` with every problem if the adapter does not fit the
     model.
     """
-    spec = read_peft_config(directory, roots)
     max_bytes = max_tensor_bytes(target_map, max_rank)
-    checkpoint = Checkpoint(directory, max_tensor_bytes=max_bytes, roots=roots)
+
+    def read_headers(_: Place) -> tuple[LoraSpec, Checkpoint]:
+        spec = read_peft_config(directory, roots)
+        return spec, Checkpoint(directory, max_tensor_bytes=max_bytes, roots=roots)
+
+    try:
+        spec, checkpoint = FILES.call(read_headers, str(directory))  # their calls are parts of it
+    except SilentError as error:
+        raise AdapterError(f"cannot read {directory}: {error.strerror}") from error
     try:
         adapter = resolve_adapter(spec, checkpoint.tensors, target_map, max_rank=max_rank)
         opened = OpenAdapter(spec, adapter, checkpoint, base)

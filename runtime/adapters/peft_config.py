@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import AdapterError
-from ..file_calls import FILES
+from ..file_calls import FILES, Place
 from .folder_files import OWN_FILES, AdapterRoots, read_file
 from .lora_spec import LoraSpec, layers_pattern_regex, pattern_key_regex
 from .path_regex import PathPatterns
@@ -176,13 +176,13 @@ def parse_peft_config(fields: Mapping[str, Any], path: Path) -> LoraSpec:
 
 def _read_json(directory: Path, roots: AdapterRoots) -> dict[str, Any]:
     path = directory / CONFIG_NAME
+
+    def read(_: Place) -> bytes | None:
+        _check_directory(directory)
+        return read_file(directory, CONFIG_NAME, _MAX_CONFIG_BYTES, roots)
+
     try:
-        FILES.call(lambda _: _check_directory(directory), str(directory))
-    except OSError as error:  # also of a path that is too long to show
-        shown = str(directory)[:_MAX_CHARS_SHOWN]
-        raise AdapterError(f"cannot read the directory {shown}…: {error.strerror}") from error
-    try:
-        raw = read_file(directory, CONFIG_NAME, _MAX_CONFIG_BYTES, roots)
+        raw = FILES.call(read, str(directory))
     except FileNotFoundError:
         reason = FILES.call(lambda _: _missing(directory), str(directory))
         raise AdapterError(reason) from None
@@ -200,9 +200,13 @@ def _read_json(directory: Path, roots: AdapterRoots) -> dict[str, Any]:
 
 
 def _check_directory(path: Path) -> None:
-    """Raise ``AdapterError`` unless there is such a directory, ``OSError`` if that is unknown."""
-    if path.is_dir():
-        return
+    """Raise ``AdapterError`` unless there is such a directory."""
+    try:
+        if path.is_dir():
+            return
+    except OSError as error:  # also of a path that is too long to show
+        shown = str(path)[:_MAX_CHARS_SHOWN]
+        raise AdapterError(f"cannot read the directory {shown}…: {error.strerror}") from error
     if path.suffix.lower() == GGUF_SUFFIX:
         raise AdapterError(f"{path} {GGUF_REASON}")
     if path.exists():

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from .lora_spec import LoraSpec
+
 # Of DoRA for each row of an output: a factor and a summand, float32.
 FACTOR_BYTES = 8
 ID_BYTES = 4  # of the token of a row
@@ -153,8 +155,16 @@ class MixSource:
 AdapterPath = str | MixSource  # a PEFT directory, or those of a mix
 
 
-# Digest of configuration and header; the file's bytes, time of its last change in ns, and inode.
-FileHeader = tuple[bytes, tuple[int, int, int]]
+Stamp = tuple[int, int, int]  # of a file: bytes, time of the last change in ns, inode
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """What is known of an adapter before its values are read."""
+
+    spec: "LoraSpec"
+    tensors: tuple[RawTensor, ...]
+    stamp: Stamp  # of their file
 
 
 StoredTensor = tuple[RawTensor, memoryview]  # with its bytes

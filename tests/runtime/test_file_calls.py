@@ -79,6 +79,29 @@ def test_a_call_inside_another_one_for_its_path_needs_no_second_thread(path: str
     assert (outer == inner) == is_own
 
 
+def test_calls_inside_another_one_are_its_progress(dead: Mount) -> None:
+    files = FileCalls()
+
+    def outer(place: Place) -> tuple[int, int]:
+        before = place.num_steps
+        return before, files.call(lambda inner: inner.num_steps, "/a/b")
+
+    assert files.call(outer, "/a") == (0, 1)
+    ended: list[BaseException] = []
+
+    def late(place: Place) -> None:
+        dead.read(place)
+        try:
+            files.call(lambda _: None, "/a")
+        except SilentError as error:
+            ended.append(error)
+
+    with pytest.raises(SilentError):
+        files.call(late, "/a", 0.1)
+    dead.answers.set()
+    wait_until(lambda: bool(ended))  # nothing waits for it any more
+
+
 def test_a_call_inside_another_one_for_another_path_has_its_own_deadline(dead: Mount) -> None:
     files = FileCalls()
 

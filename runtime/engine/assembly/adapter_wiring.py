@@ -27,7 +27,7 @@ from ...config.demo import model_name
 from ...config.engine import EngineConfig
 from ...config.notations import LoraModule, parse_lora_modules, parse_lora_resolver
 from ...errors import AdapterError, AdapterUnavailableError, ConfigError, RequestError
-from ...file_calls import SilentError
+from ...file_calls import FILES, Place, SilentError
 from ...plan import AdapterTransfer
 from ..adapter_manager import AdapterManager
 from ..adapter_reading import MakeRoom
@@ -161,11 +161,16 @@ class HostFiles:
         self, folder: Path, vocab_size: int | None, before: Sequence[FileStamp | None]
     ) -> AdapterConventions:
         """Raises ``AdapterError`` if the stamps of their files are not ``before`` any more."""
-        if self._conventions is None:
-            conventions = with_vocabulary(NO_CONVENTIONS, vocab_size)
-        else:
-            conventions = self._conventions.read(folder, vocab_size)
-        if stamps_of(folder, CONVENTION_NAMES) != before:
+
+        def read(_: Place) -> tuple[AdapterConventions, Sequence[FileStamp | None]]:
+            if self._conventions is None:
+                conventions = with_vocabulary(NO_CONVENTIONS, vocab_size)
+            else:
+                conventions = self._conventions.read(folder, vocab_size)
+            return conventions, stamps_of(folder, CONVENTION_NAMES)
+
+        conventions, after = FILES.call(read, str(folder))
+        if after != before:
             raise AdapterError(
                 f"the files in {folder} changed while they were read; load the adapter again when "
                 "they are complete"

@@ -15,13 +15,14 @@ from corun.runtime.adapters.folder_files import (
     OWN_FILES,
     AdapterRoots,
     NotRegularError,
+    OpenFolder,
     OutsideError,
     open_file,
     read_file,
 )
 from corun.runtime.adapters.peft_config import read_peft_config
 from corun.runtime.errors import AdapterError
-from corun.runtime.file_calls import SilentError
+from corun.runtime.file_calls import Place, SilentError
 from support.adapter_files import CONFIG, WEIGHTS, write_adapter
 from support.residue import open_descriptors
 
@@ -283,6 +284,29 @@ def test_an_allowed_directory_that_stops_answering_stays_where_it_was(
     monkeypatch.setattr(file_calls.FILES, "call", silent)
     with pytest.raises(OutsideError):
         read(folder, roots, CONFIG)
+
+
+def test_files_of_an_open_folder_are_of_the_directory_that_was_found(
+    folder: Path, roots: AdapterRoots, tmp_path: Path
+) -> None:
+    """Also if another one has its name since."""
+    (folder / NAME).write_text("old")
+    (folder / "link").symlink_to(NAME)
+    before, place = open_descriptors(), Place(str(folder))
+    with OpenFolder(folder, roots) as opened:
+        folder.rename(tmp_path / "loras" / "moved")
+        (write_adapter(folder) / NAME).write_text("new")
+        assert opened.read(NAME, 100, place) == opened.read("link", 100, place) == b"old"
+        (tmp_path / "loras" / "moved" / "link").unlink()
+        (tmp_path / "loras" / "moved" / "link").symlink_to(tmp_path / "secret")
+        with pytest.raises(OutsideError):
+            opened.open("link")
+        with pytest.raises(FileNotFoundError):
+            opened.open("nothing")
+    assert read(folder, roots) == b"new"
+    with pytest.raises(FileNotFoundError):
+        OpenFolder(tmp_path / "nowhere")
+    assert not open_descriptors() - before
 
 
 def test_sizes_are_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

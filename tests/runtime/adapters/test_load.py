@@ -15,7 +15,7 @@ from corun.runtime.adapters.load import OpenAdapter, open_adapter
 from corun.runtime.adapters.resolve import ResolveError
 from corun.runtime.adapters.resolved import RawTensor, StoredTensor
 from corun.runtime.adapters.target_map import Target, TargetMap
-from corun.runtime.errors import AdapterError
+from corun.runtime.errors import AdapterChangedError, AdapterError
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from support.architectures import make_model
@@ -273,6 +273,30 @@ def test_another_configuration_is_seen_before_anything_is_read(tmp_path: Path) -
         pytest.raises(AdapterError, match="have changed since the adapter was registered"),
     ):
         source.expect(digest)
+
+
+def test_what_was_begun_is_resumed_only_with_its_configuration_and_file(tmp_path: Path) -> None:
+    target_map = save_layers(tmp_path)
+    with open_adapter(tmp_path, target_map, max_rank=1) as source:
+        header = source.begin()
+    assert header is not None
+    config = (tmp_path / "adapter_config.json").read_bytes()
+    with open_adapter(tmp_path, target_map, max_rank=1) as source:
+        source.resume(header)
+    edit_config(tmp_path, lora_alpha=2)
+    with (
+        open_adapter(tmp_path, target_map, max_rank=1) as source,
+        pytest.raises(AdapterChangedError, match="changed before they were first read"),
+    ):
+        source.resume(header)
+    (tmp_path / "adapter_config.json").write_bytes(config)
+    (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes())
+    os.utime(tmp_path / WEIGHTS, ns=(1, 1))
+    with (
+        open_adapter(tmp_path, target_map, max_rank=1) as source,
+        pytest.raises(AdapterChangedError, match="changed before they were first read"),
+    ):
+        source.resume(header)
 
 
 @pytest.mark.parametrize("spoilt_layer", [None, 6])
