@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -22,6 +22,8 @@ from .arrival import AdapterLoad, Copied, InPlace
 from .copier import AdapterCopier, DeviceLayout, DevicePages
 from .store import AdapterStore, MakeRoom, OpenSource, StoredFacts
 
+_MAX_KEPT = 32  # cached places, by the adapter's shapes
+
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAdapter:
@@ -39,6 +41,18 @@ class RegisteredAdapter:
     is_kept: bool  # stored in the place reserved for it
     vocab_size: int | None  # tokens of its own vocabulary; None = the base's
     run_pages: tuple[int, ...]  # of each run on the device; () = the device has no pages
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """What adapters of one recipe have in common; see ``RegisteredAdapter``."""
+
+    rank_sums: tuple[tuple[int, ...], ...]
+    group_bytes: tuple[int, ...]
+    group_of_layer: tuple[int, ...]
+    has_factors: bool
+    not_by_workers: str
+    layout: DeviceLayout | None  # on the device, if it is copied
 
 
 # Layer groups of an adapter with these bytes per layer: by layer, ascending from 0.
@@ -90,6 +104,7 @@ class HostAdapters:
         inside = [target.input_group for target in target_map.inside]
         self._num_groups = 1 + max(inside, default=-1)
         self._placements: dict[str, DeviceLayout] = {}  # by digest; of adapters that are copied
+        self._place_once = lru_cache(_MAX_KEPT)(self._place)
         self._copier: AdapterCopier | None = None
         if not size.is_device_memory:
             section_bytes = size.num_bytes if size.sections is None else size.sections.section_bytes
@@ -122,7 +137,7 @@ class HostAdapters:
         """
         adapter, plans = self.store.outline(path)
         host_bytes = extent_sizes([plan.spec for plan in plans])
-        num_bytes, _ = self._device_bytes(path, plans, host_bytes, (0,) * self._num_layers)
+        num_bytes = self._device_bytes(path, host_bytes, self._place_once(plans).layout)
         return adapter.max_rank, num_bytes, adapter.left_out
 
     def register(self, path: AdapterPath, make_room: MakeRoom) -> RegisteredAdapter:
@@ -142,41 +157,47 @@ class HostAdapters:
 
     def _facts(self, path: AdapterPath, facts: StoredFacts) -> RegisteredAdapter:
         """The facts of an adapter for the engine. Raises ``AdapterError`` if it can never fit."""
-        layer_bytes, rank_sums = self._layers_of(facts.plans)
-        group_of_layer = tuple(self._group_layers(layer_bytes))
+        placed = self._place_once(facts.plans)
+        if placed.has_factors:
+            self._backend.prepare_factors()
         try:
-            num_bytes, placement = self._device_bytes(path, facts.plans, facts.host_bytes, group_of_layer)
+            num_bytes = self._device_bytes(path, facts.host_bytes, placed.layout)
         except AdapterError:
             self.store.remove_content(facts.digest)
             raise
-        group_bytes = [0] * (max(group_of_layer) + 1)
-        for group, size in zip(group_of_layer, layer_bytes, strict=True):
-            group_bytes[group] += size
-        if placement is not None:
-            self._placements[facts.digest] = placement
-        not_by_workers = []
-        if any(at.factor_offset for plan in facts.plans for at in plan.region.targets):
-            self._backend.prepare_factors()
-            not_by_workers.append("DoRA")
-        changed = [one.target for plan in facts.plans for one in (*plan.loras, *plan.rows) if one is not None]
-        if any(target.is_embedding for target in changed):
-            not_by_workers.append("embeddings")
-        if any(target.is_head for target in changed):
-            not_by_workers.append("the output head")
+        if placed.layout is not None:
+            self._placements[facts.digest] = placed.layout
         return RegisteredAdapter(
             facts.digest,
             facts.rank,
             num_bytes,
             facts.host_bytes,
-            rank_sums,
-            tuple(group_bytes),
-            group_of_layer,
-            " and ".join(not_by_workers),
+            placed.rank_sums,
+            placed.group_bytes,
+            placed.group_of_layer,
+            placed.not_by_workers,
             facts.left_out,
             facts.is_kept,
             _vocab_size(facts.plans),
-            () if placement is None else placement.run_pages,
+            () if placed.layout is None else placed.layout.run_pages,
         )
+
+    def _place(self, plans: tuple[GroupPlan, ...]) -> _Placed:
+        layer_bytes, rank_sums = self._layers_of(plans)
+        group_of_layer = tuple(self._group_layers(layer_bytes))
+        group_bytes = [0] * (max(group_of_layer) + 1)
+        for group, size in zip(group_of_layer, layer_bytes, strict=True):
+            group_bytes[group] += size
+        has_factors = any(at.factor_offset for plan in plans for at in plan.region.targets)
+        not_by_workers = ["DoRA"] if has_factors else []
+        changed = [one.target for plan in plans for one in (*plan.loras, *plan.rows) if one is not None]
+        if any(target.is_embedding for target in changed):
+            not_by_workers.append("embeddings")
+        if any(target.is_head for target in changed):
+            not_by_workers.append("the output head")
+        layout = None if self._copier is None else self._copier.place(plans, group_of_layer)
+        without = " and ".join(not_by_workers)
+        return _Placed(rank_sums, tuple(group_bytes), group_of_layer, has_factors, without, layout)
 
     def fetch(self, digest: str, path: AdapterPath, place: HostPlace) -> AdapterLoad:
         """Start to bring the adapter with this content to the device; see ``AdapterStore.fetch``.
@@ -216,27 +237,22 @@ class HostAdapters:
             )
 
     def _device_bytes(
-        self,
-        path: AdapterPath,
-        plans: Sequence[GroupPlan],
-        host_bytes: Sequence[int],
-        group_of_layer: Sequence[int],
-    ) -> tuple[int, DeviceLayout | None]:
-        """Device memory of an adapter, and its layout there if it is copied.
+        self, path: AdapterPath, host_bytes: Sequence[int], placement: DeviceLayout | None
+    ) -> int:
+        """Device memory of an adapter; ``placement``: there, if it is copied.
 
         Raises ``AdapterError`` if it can never fit.
         """
-        if self._copier is None:
-            return sum(host_bytes), None
+        if self._copier is None or placement is None:
+            return sum(host_bytes)
         self._check_arena(host_bytes)
-        placement = self._copier.place(plans, group_of_layer)
         pages_bytes = self._copier.pages_bytes
         if pages_bytes is not None and placement.num_bytes > pages_bytes:
             raise AdapterError(
                 f"{path} takes {placement.num_bytes} bytes on the device, and adapters and KV together "
                 f"have {pages_bytes}; raise --memory-gib"
             )
-        return placement.num_bytes, placement
+        return placement.num_bytes
 
     def _layers_of(self, plans: Sequence[GroupPlan]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
         """Bytes copied over the link, and sums of ranks in whole tiles, by layer."""

@@ -41,7 +41,7 @@ PackedPlace = tuple[int, ...]  # a row of the argument of ``pack_stored``, witho
 _MAX_KEPT = 32  # cached plans
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # adapters of one recipe share it
 class GroupPlan:
     """One region to be made."""
 

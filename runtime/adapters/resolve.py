@@ -7,7 +7,7 @@ file agree. Values are checked when they are converted.
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -46,6 +46,7 @@ class ResolveError(AdapterError):
         super().__init__("\n".join([f"{where}the adapter does not fit the model:", *shown]))
 
 
+@lru_cache(_MAX_KEPT)
 def max_tensor_bytes(target_map: TargetMap, max_rank: int) -> int:
     """Return the largest file size of the tensors of an adapter within the limits."""
     features = sum(one.in_features + one.out_features for one in target_map.targets)
@@ -72,7 +73,8 @@ def resolve_adapter(
     Results are cached for adapters with the same shapes. Raises ``ResolveError`` with every
     problem, or with a pattern that takes too long.
     """
-    return _resolve(spec, tuple(tensors), target_map, max_rank)
+    nameless = replace(spec, base_model_name_or_path=None)  # which changes no result
+    return _resolve(nameless, tuple(tensors), target_map, max_rank)
 
 
 @lru_cache(_MAX_KEPT)

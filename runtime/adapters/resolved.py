@@ -105,7 +105,7 @@ class TargetRows:
         return bool(self.runs) or self.num_tokens != self.target.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # those of equal shapes are one object
 class ResolvedAdapter:
     """An adapter that fits the model: at least one target, by ascending index."""
 

@@ -196,6 +196,8 @@ class RowsResolver:
 
 def with_kept(adapter: ResolvedAdapter, kept: Mapping[str, Spans]) -> ResolvedAdapter:
     """Return ``adapter`` with more rows of its saved weights; ``kept``: by path of the target."""
+    if not kept:
+        return adapter
     weights = {one.target.index: one.tensor for one in adapter.saved if one.target is not None}
     rows = tuple(
         _with_spans(one, weights[one.target.index], kept[one.target.path]) if one.target.path in kept else one

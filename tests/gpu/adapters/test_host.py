@@ -454,6 +454,26 @@ def test_too_little_memory_for_an_elastic_arena(
     assert host.arena.taken_bytes == 0
 
 
+def test_adapters_of_one_recipe_are_placed_once(
+    files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, num_placed = AdapterCopier.place, 0
+
+    def count(*arguments: Any) -> Any:
+        nonlocal num_placed
+        num_placed += 1
+        return place(*arguments)
+
+    monkeypatch.setattr(AdapterCopier, "place", count)
+    host = Host(device, copied(ROOMY_BYTES))
+    first, second, third = (host.begin(files / name) for name in "aba")
+    assert num_placed == 1
+    assert replace(second, digest=first.digest) == replace(third, digest=first.digest) == first
+    for facts, name in ((second, "b"), (first, "a")):
+        check_deltas(host, load(host, facts, files / name), files / name)
+    host.adapters.close()
+
+
 @pytest.mark.parametrize("size", [shared(ROOMY_BYTES), copied(ROOMY_BYTES)], ids=["shared", "copied"])
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 def test_factors_of_dora_are_made_whenever_its_files_are_read(

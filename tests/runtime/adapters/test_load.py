@@ -299,6 +299,17 @@ def test_what_was_begun_is_resumed_only_with_its_configuration_and_file(tmp_path
         source.resume(header)
 
 
+def test_adapters_of_one_recipe_share_what_their_headers_say(tmp_path: Path) -> None:
+    target_map = save_layers(tmp_path / "one")
+    save_layers(tmp_path / "two")
+    edit_config(tmp_path / "two", base_model_name_or_path="elsewhere")
+    found = []
+    for name in ("one", "two"):
+        with open_adapter(tmp_path / name, target_map, max_rank=1) as source:
+            found += [source.outline, source.adapter]
+    assert all(one is found[0] for one in found)
+
+
 @pytest.mark.parametrize("spoilt_layer", [None, 6])
 def test_files_that_are_written_while_they_are_read(tmp_path: Path, spoilt_layer: int | None) -> None:
     """In place: the rest is read from the new bytes, which count if they are the same."""
