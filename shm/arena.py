@@ -91,6 +91,11 @@ class ArenaPages:
         if self._is_elastic:
             self._take(offset, num_bytes)
 
+    @property
+    def come_by_writes(self) -> bool:
+        """Whether to write allocates pages, so that ``take`` is not needed: small ones, one by one."""
+        return self._is_elastic and not (self._wants_huge or self._fill_cpus)
+
     def give_back(self, offset: int, num_bytes: int) -> None:
         """Return the memory of an allocated range."""
         if self._is_elastic:
@@ -165,6 +170,7 @@ class ArenaEntry:
     extents: tuple[tuple[int, int], ...]  # (offset, bytes), whole pages
     num_references: int = 1
     num_bytes: int = field(init=False)
+    unwritten_bytes: int = 0  # of memory that ``HostArena.write`` will allocate
 
     def __post_init__(self) -> None:
         self.num_bytes = sum(size for _, size in self.extents)
@@ -236,8 +242,18 @@ class HostArena:
         with self._lock:
             return sum(entry.num_references for entry in self._all_entries())
 
+    @property
+    def writes_allocate(self) -> bool:
+        """Whether ``write`` may allocate the memory of a place."""
+        return self._pages.come_by_writes
+
     def place(
-        self, place_id: int, extents: Sequence[tuple[int, int]], regions: Sequence[RegionSpec]
+        self,
+        place_id: int,
+        extents: Sequence[tuple[int, int]],
+        regions: Sequence[RegionSpec],
+        *,
+        by_writes: bool = False,
     ) -> ArenaEntry:
         """Make a place for an adapter, which the caller fills and releases.
 
@@ -245,6 +261,8 @@ class HostArena:
             place_id: An unused id.
             extents: (offset, bytes) of each layer.
             regions: The regions of the layers.
+            by_writes: The caller fills it with ``write`` alone, if ``writes_allocate``, which
+                allocates its memory. So no layer waits for the memory of others.
 
         Raises ``SpaceError`` if the machine has too little memory for an elastic arena,
         ``ShmError`` if the previous contents are still referenced.
@@ -255,15 +273,27 @@ class HostArena:
         with self._lock:
             assert place_id not in self._entries, place_id
             self._check_free(entry)
+            promised_bytes = sum(one.unwritten_bytes for one in self._all_entries())
             self._entries[place_id] = entry
+            if by_writes and self.writes_allocate:
+                entry.unwritten_bytes = sum(region.num_bytes for region in regions)
         try:
-            for start, size in _joined(entry.extents):
-                self._pages.take(start, size)
+            if entry.unwritten_bytes:
+                self.segment.check_space(promised_bytes + entry.num_bytes)
+            else:
+                for start, size in _joined(entry.extents):
+                    self._pages.take(start, size)
         except BaseException:
             self.evict([place_id])
             self.release(entry)
             raise
         return entry
+
+    def write(self, entry: ArenaEntry, offset: int, data: memoryview) -> None:
+        """Write to a place that was made ``by_writes``. Raises ``SpaceError``."""
+        self.segment.write(offset, data)
+        with self._lock:
+            entry.unwritten_bytes = max(0, entry.unwritten_bytes - data.nbytes)
 
     def acquire(self, place_id: int) -> ArenaEntry:
         with self._lock:

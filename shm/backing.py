@@ -82,23 +82,47 @@ def allocate(
     if there were enough only because parts of the range already have memory, unless
     ``missing_bytes`` says how many have none.
     """
-    hint = (
-        "enlarge /dev/shm (docker: --shm-size) or request less"
-        if backing == "posix"
-        else "free memory or request less"
-    )
-    # A memfd has no limit of its own: beyond the machine's memory the kernel kills a process.
-    available_bytes = available_memory_bytes()
-    if backing == "posix":
-        available_bytes = min(available_bytes, _free_in_shm_bytes())
-    if (num_bytes if missing_bytes is None else missing_bytes) > available_bytes:
-        raise SpaceError(what, num_bytes, available_bytes, hint)
+    missing_bytes = num_bytes if missing_bytes is None else missing_bytes
+    if missing_bytes:
+        check_space(missing_bytes, what=what, backing=backing)
     try:
         os.posix_fallocate(fd, offset, num_bytes)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise SpaceError(what, num_bytes, available_bytes, hint) from error
-        raise ShmError(f"cannot allocate {num_bytes} bytes for {what}: {error}") from error
+        raise _error_of(error, num_bytes, what, backing) from error
+
+
+def write(fd: int, offset: int, data: memoryview, *, what: str, backing: str) -> None:
+    """Write to ``fd``, which gets the memory that it needs. Raises ``SpaceError``."""
+    try:
+        while data.nbytes:
+            num_bytes = os.pwrite(fd, data, offset)
+            offset, data = offset + num_bytes, data[num_bytes:]
+    except OSError as error:
+        raise _error_of(error, data.nbytes, what, backing) from error
+
+
+def _error_of(error: OSError, num_bytes: int, what: str, backing: str) -> ShmError:
+    if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        return _space_error(what, num_bytes, backing)
+    return ShmError(f"cannot allocate {num_bytes} bytes for {what}: {error}")
+
+
+def check_space(num_bytes: int, *, what: str, backing: str) -> None:
+    """Raise ``SpaceError`` if there is too little memory for so many bytes now."""
+    if num_bytes > _available_bytes(backing):
+        raise _space_error(what, num_bytes, backing)
+
+
+def _available_bytes(backing: str) -> int:
+    # A memfd has no limit of its own: beyond the machine's memory the kernel kills a process.
+    available_bytes = available_memory_bytes()
+    return min(available_bytes, _free_in_shm_bytes()) if backing == "posix" else available_bytes
+
+
+def _space_error(what: str, num_bytes: int, backing: str) -> SpaceError:
+    is_posix = backing == "posix"
+    first = "enlarge /dev/shm (docker: --shm-size)" if is_posix else "free memory"
+    return SpaceError(what, num_bytes, _available_bytes(backing), f"{first} or request less")
 
 
 def _free_in_shm_bytes() -> int:

@@ -199,6 +199,13 @@ def write_header(region: Region, buffer: memoryview) -> None:
         )
 
 
+def header_bytes(region: Region) -> bytes:
+    """What ``write_header`` writes."""
+    header = bytearray(HEADER_BYTES + len(region.targets) * TARGET_BYTES)
+    write_header(region, memoryview(header))
+    return bytes(header)
+
+
 def read_header(buffer: memoryview) -> Region:
     """Read the header of the region that starts at ``buffer``'s first byte.
 

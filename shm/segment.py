@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from .backing import Backing, allocate, open_backing
+from .backing import Backing, allocate, check_space, open_backing, write
 from .errors import FormatError, ShmError
 
 VERSION = 1
@@ -131,6 +131,15 @@ class Segment:
         self._check_range(offset, num_bytes)
         start, missing_bytes = HEADER_BYTES + offset, num_bytes - held_bytes
         allocate(self.fd, start, num_bytes, what=self.kind, backing=self.backing, missing_bytes=missing_bytes)
+
+    def check_space(self, num_bytes: int) -> None:
+        """Raise ``SpaceError`` if ``allocate`` of so many bytes would find too little memory."""
+        check_space(num_bytes, what=self.kind, backing=self.backing)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write to a sparse segment, which gets the memory that it needs. Raises ``SpaceError``."""
+        self._check_range(offset, data.nbytes)
+        write(self.fd, HEADER_BYTES + offset, data, what=self.kind, backing=self.backing)
 
     def give_back(self, offset: int, num_bytes: int) -> None:
         """Return the memory of a range of a sparse segment to the system; it then reads as zero.

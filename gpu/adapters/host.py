@@ -114,7 +114,9 @@ class HostAdapters:
             size.num_bytes, is_elastic=size.is_elastic, in_sections=in_sections, fill_cpus=size.fill_cpus
         )
         try:
-            self.store = AdapterStore(arena, layout, open_source, device, size.sections)
+            self.store = AdapterStore(
+                arena, layout, open_source, device, size.sections, is_read_in_place=size.is_device_memory
+            )
         except BaseException:
             arena.segment.drop()  # its registration may have a view
             raise

@@ -35,6 +35,7 @@ from ...runtime.memory.host_budget import HostSections
 from ...runtime.plan import HostPlace, HostPlaceId
 from ...shm.arena import ArenaEntry, HostArena, extent_sizes
 from ...shm.errors import ShmError
+from ...shm.region import header_bytes
 from ..device.host_memory import TorchDevice
 from ..lora.adapter_layout import AdapterLayout, GroupPlan, RegionWriter
 
@@ -51,17 +52,19 @@ class AdapterReading:
         arena: HostArena,
         entry: ArenaEntry,
         on_read: Callable[[ContentDigest | CorunError], None],
+        staged: "_StagedLayers | None" = None,
     ) -> None:
         """Takes ownership of ``source`` and of the filler's reference to ``entry``.
 
         ``on_read`` is called once: with the digest before the last regions may be used, or with
-        the error.
+        the error. ``staged``: what ``writer`` writes to; None = the arena.
         """
         self._source = source
         self._writer = writer
         self._arena = arena
         self._entry = entry
         self._on_read = on_read
+        self._staged = staged
         self._region_ends = _region_ends([region.layer for region in entry.regions])
         self._is_wanted = True
         self._num_regions = 0
@@ -106,6 +109,8 @@ class AdapterReading:
         try:
             with self._source:
                 for layer in self._source.read_layers(take):
+                    if self._staged is not None:
+                        self._staged.store(layer)
                     num_regions = self._region_ends[layer]
                     if num_regions == len(self._entry.regions):
                         self._on_read(self._source.digest)
@@ -115,6 +120,8 @@ class AdapterReading:
                 assert not self._writer.missing, self._writer.missing
         except CorunError as error:
             self._end(error)
+        except ShmError as error:
+            self._end(ResourceError(f"its layers cannot be stored: {error}"))
         except Exception as error:  # a bug fails one adapter, not the thread
             _LOG.exception("reading an adapter's files failed; its load fails")
             self._end(AdapterUnavailableError(f"{type(error).__name__}: {error}"))
@@ -147,6 +154,39 @@ class AdapterReading:
             self._error = error
             self._is_over = True
             self._changed.notify_all()
+
+
+class _StagedLayers:
+    """Memory in which one layer at a time is packed, and is then written to its place in the arena.
+
+    To write allocates memory; to allocate and map it, and to write through the mapping, takes half
+    as long again.
+    """
+
+    def __init__(self, arena: HostArena, entry: ArenaEntry, plans: Sequence[GroupPlan]) -> None:
+        """Write the headers, which workers read while they wait for values. Raises ``ShmError``."""
+        self._arena = arena
+        self._entry = entry
+        memory = torch.empty(max(size for _, size in entry.extents), dtype=torch.uint8)
+        self._bytes: memoryview = memory.numpy().data
+        self._spans: dict[int, tuple[int, int]] = {}  # in the arena, by layer
+        self._headers: dict[int, list[tuple[int, bytes]]] = {}  # with their places, by layer
+        self.parts: list[torch.Tensor] = []  # of all regions; those of a layer begin at its first byte
+        for region, plan in zip(entry.regions, plans, strict=True):
+            start, _ = self._spans.get(region.layer, (region.offset, 0))
+            end = region.offset + region.num_bytes
+            self._spans[region.layer] = start, end
+            self.parts.append(memory[region.offset - start : end - start])
+            header = header_bytes(plan.region)
+            self._headers.setdefault(region.layer, []).append((region.offset - start, header))
+            arena.write(entry, region.offset, memoryview(header))
+
+    def store(self, layer: int) -> None:
+        """Write a layer whose parts are written. Raises ``ShmError``."""
+        start, end = self._spans[layer]
+        for first, header in self._headers[layer]:  # other layers have been here
+            self._bytes[first : first + len(header)] = header
+        self._arena.write(self._entry, start, self._bytes[: end - start])
 
 
 def _region_ends(layers: Sequence[int]) -> dict[int, int]:
@@ -244,12 +284,18 @@ class AdapterStore:
         open_source: OpenSource,
         device: TorchDevice,
         sections: HostSections | None = None,
+        *,
+        is_read_in_place: bool,
     ) -> None:
-        """Takes ownership of ``arena``. ``sections``: shared with KV; None = all have memory."""
+        """Takes ownership of ``arena``. ``sections``: shared with KV; None = all have memory.
+
+        ``is_read_in_place``: by kernels of this process, which would have to map what is written.
+        """
         self.layout = layout
         self._arena = arena
         self._open = open_source
         self._memory = device.register(arena.segment.pages, name="adapters", in_parts=sections is not None)
+        self._is_staged = arena.writes_allocate and not is_read_in_place
         self._section_bytes = 0 if sections is None else sections.section_bytes
         if sections is not None:
             # Allocated at once, which threads share, and pinned one by one.
@@ -373,15 +419,16 @@ class AdapterStore:
                 source.resume(header)
             plans = self.layout.plan(source.adapter)
             specs = [plan.spec for plan in plans]
-            entry = self._arena.place(place.place_id, place.extents, specs)
+            entry = self._arena.place(place.place_id, place.extents, specs, by_writes=self._is_staged)
+            staged = _StagedLayers(self._arena, entry, plans) if self._is_staged else None
         except BaseException as error:
             source.close()
             if isinstance(error, ShmError):
                 raise ResourceError(f"{path}: {error}") from error
             raise
-        writer = self.layout.writer(plans, self._parts(entry))
+        writer = self.layout.writer(plans, self._parts(entry) if staged is None else staged.parts)
         on_read = partial(self._end_first_read, digest)
-        reading = AdapterReading(source, writer, self._arena, entry, on_read)
+        reading = AdapterReading(source, writer, self._arena, entry, on_read, staged)
         return HostAdapter(self._arena, self._arena.acquire(place.place_id), self._whole, reading)
 
     def _end_first_read(self, digest: str, end: ContentDigest | CorunError) -> None:

@@ -8,6 +8,7 @@ columns for every adapter. Independent of files and of free memory in the arena.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -126,7 +127,10 @@ class AdapterLayout:
         )
 
     def writer(self, plans: Sequence[GroupPlan], parts: Sequence[torch.Tensor]) -> "RegionWriter":
-        """A writer of regions. ``parts``: the bytes of each plan's region, uint8."""
+        """A writer of regions. ``parts``: the bytes of each plan's region, uint8.
+
+        Regions of different layers may have the same bytes, if their tensors are written in turn.
+        """
         return RegionWriter(self, plans, parts)
 
     def prepare(
@@ -325,7 +329,7 @@ class RegionWriter:
                 self._write_one(raw, data)
             else:
                 packed.append((raw, data))
-                rows.append((np.frombuffer(data, np.uint8).ctypes.data, *place))
+                rows.append((addressof(c_char.from_buffer(data)), *place))
         if not packed:
             return
         largest = np.empty(len(packed), np.uint32)

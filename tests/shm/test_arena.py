@@ -1,5 +1,6 @@
 """The arena: it follows its caller, and holds no other memory."""
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -148,6 +149,66 @@ def test_an_elastic_arena_holds_memory_for_its_adapters_only() -> None:
     arena.evict([2])
     assert held_pages(arena) == 0
     arena.close()
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives no huge pages, which are not taken layer by layer."""
+    monkeypatch.setattr("corun.shm.arena.huge_page_setting", lambda: "never")
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_place_that_is_filled_by_writes_has_the_memory_of_what_was_written() -> None:
+    arena = HostArena.create(1 << 40, is_elastic=True)
+    extents = [(2 * PAGE_BYTES, 4 * PAGE_BYTES), (9 * PAGE_BYTES, 6 * PAGE_BYTES)]
+    entry = arena.place(1, extents, layers(4, 6), by_writes=True)
+    assert held_pages(arena) == 0
+    arena.write(entry, 3 * PAGE_BYTES - 1, memoryview(b"ab"))
+    assert held_pages(arena) == 2
+    for region, num_pages in zip(entry.regions, (4, 4 + 6), strict=True):
+        arena.write(entry, region.offset, memoryview(bytes([1]) * region.num_bytes))
+        assert held_pages(arena) == num_pages
+    check(arena, 1, entry)
+    arena.evict([1])
+    arena.release(entry)
+    assert held_pages(arena) == 0
+    arena.close()
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_memory_that_will_be_written_is_not_promised_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = HostArena.create(1 << 40, is_elastic=True)
+    monkeypatch.setattr("corun.shm.backing.available_memory_bytes", lambda: 12 * PAGE_BYTES)
+    first = arena.place(1, [(0, 8 * PAGE_BYTES)], layers(8), by_writes=True)
+    second = [(8 * PAGE_BYTES, 5 * PAGE_BYTES)]
+    with pytest.raises(SpaceError):
+        arena.place(2, second, layers(5), by_writes=True)
+    assert arena.place_ids == {1}
+    arena.write(first, 0, memoryview(bytes(8 * PAGE_BYTES)))
+    arena.place(2, second, layers(5), by_writes=True)
+    arena.close()
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_write_that_finds_no_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = HostArena.create(1 << 40, is_elastic=True)
+    entry = arena.place(1, [(0, PAGE_BYTES)], layers(1), by_writes=True)
+
+    def refuse(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(SpaceError, match="or request less"):
+        arena.write(entry, 0, memoryview(b"a"))
+    arena.close()
+
+
+def test_a_fixed_arena_has_the_memory_of_what_will_be_written(arena: HostArena) -> None:
+    entry = arena.place(1, [(0, 2 * PAGE_BYTES)], layers(2), by_writes=True)
+    if not arena.writes_allocate:
+        assert held_pages(arena) >= 2
+    arena.write(entry, 0, memoryview(bytes([1]) * (2 * PAGE_BYTES)))
+    check(arena, 1, entry)
 
 
 def test_a_fixed_arena_holds_its_memory_from_the_start() -> None:

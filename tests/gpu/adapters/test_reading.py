@@ -12,9 +12,11 @@ import torch
 from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter
 from corun.gpu.adapters.store import HostAdapter
 from corun.gpu.device.cpu import CpuDevice
-from corun.runtime.errors import AdapterChangedError, AdapterError
+from corun.runtime.errors import AdapterChangedError, AdapterError, ResourceError
 from corun.runtime.file_calls import FILES, SilentError
 from corun.runtime.plan import AdapterId, AdapterTransfer, TransferId
+from corun.shm.arena import ArenaEntry, HostArena
+from corun.shm.errors import SpaceError
 from support.gated_files import FileGate
 from support.host_adapters import Host, copied, shared
 from support.invariants import check_invariants
@@ -318,6 +320,34 @@ def test_files_that_do_not_answer_are_not_bad(first: FirstReading, monkeypatch: 
     assert "does not answer" in str(host.error)
     first.let_go(host, has_failed=True)
     assert first.told == []
+    again = first.begin()
+    first.end()
+    assert first.told == [(first.digest, first.of_content)]
+    first.let_go(again)
+
+
+def test_memory_that_runs_out_between_two_layers_fails_the_load(
+    first: FirstReading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not first.host.arena.writes_allocate:
+        pytest.skip("pages of shared memory are huge here, and allocated with the place")
+    write, writes = HostArena.write, list[int]()
+
+    def refuse(arena: HostArena, entry: ArenaEntry, offset: int, data: memoryview) -> None:
+        second = next(region.offset for region in entry.regions if region.layer == 1)
+        writes.extend([offset] if offset == second else [])
+        if len(writes) == 2:  # after its header
+            raise SpaceError("adapters", 1, 0, "free memory or request less")
+        write(arena, entry, offset, data)
+
+    monkeypatch.setattr(HostArena, "write", refuse)
+    host = first.begin()
+    first.end()
+    assert len(writes) == 2 and host.num_whole == sum(place.layer == 0 for place in host.places)
+    assert isinstance(host.error, ResourceError) and "free memory" in str(host.error)
+    first.let_go(host, has_failed=True)
+    assert first.told == [] and first.host.arena.taken_bytes == 0
+    monkeypatch.setattr(HostArena, "write", write)
     again = first.begin()
     first.end()
     assert first.told == [(first.digest, first.of_content)]
