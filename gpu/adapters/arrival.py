@@ -206,7 +206,13 @@ class Copied:
         self._await_regions(bisect_right(self._host.places, layer, key=lambda place: place.layer))
 
     def has_failed(self) -> bool:
-        """Whether a layer group has failed; results computed with it are void."""
+        """Whether a layer group has failed; results computed with it are void.
+
+        Waits for the digest of the files if they are read to the end, so that the first token comes
+        with it.
+        """
+        if self._host.num_whole == len(self._host.places) and not self._host.is_read:
+            self._host.wait_read(_READ_TIMEOUT_S)
         return self._is_late or any(
             self._is_copied(group) and not group.has_arrived for group in self._groups
         )

@@ -56,8 +56,8 @@ class AdapterReading:
     ) -> None:
         """Takes ownership of ``source`` and of the filler's reference to ``entry``.
 
-        ``on_read`` is called once: with the digest before the last regions may be used, or with
-        the error. ``staged``: what ``writer`` writes to; None = the arena.
+        ``on_read`` is called once before the end: with the digest, or with the error. ``staged``:
+        what ``writer`` writes to; None = the arena.
         """
         self._source = source
         self._writer = writer
@@ -111,13 +111,11 @@ class AdapterReading:
                 for layer in self._source.read_layers(take):
                     if self._staged is not None:
                         self._staged.store(layer)
-                    num_regions = self._region_ends[layer]
-                    if num_regions == len(self._entry.regions):
-                        self._on_read(self._source.digest)
-                    self._advance(num_regions, time.monotonic() - begin_s)
+                    self._advance(self._region_ends[layer], time.monotonic() - begin_s)
                     on_layer()  # may read files of other adapters
                     begin_s = time.monotonic()
                 assert not self._writer.missing, self._writer.missing
+                self._on_read(self._source.digest)
         except CorunError as error:
             self._end(error)
         except ShmError as error:
@@ -138,6 +136,11 @@ class AdapterReading:
         with self._changed:
             self._changed.wait_for(lambda: self._num_regions >= num_regions or self._is_over, timeout_s)
             return self._num_regions >= num_regions
+
+    def wait_over(self, timeout_s: float) -> None:
+        """Wait until no more regions will become whole, for a limited time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over, timeout_s)
 
     def _advance(self, num_regions: int, duration_s: float) -> None:
         with self._changed:
@@ -263,6 +266,11 @@ class HostAdapter:
     def wait_whole(self, num_regions: int, timeout_s: float) -> bool:
         """Wait until this many regions are whole; False if they cannot be, or on time-out."""
         return self._reading is None or self._reading.wait(num_regions, timeout_s)
+
+    def wait_read(self, timeout_s: float) -> None:
+        """Wait until reading has ended, for a limited time."""
+        if self._reading is not None:
+            self._reading.wait_over(timeout_s)
 
     def release(self) -> None:
         """Release the reference: the caller reads the regions no more. Idempotent."""

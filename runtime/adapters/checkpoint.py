@@ -9,7 +9,7 @@ beside their destination. Knows nothing of modules or kernels.
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from io import BufferedReader, FileIO
 from math import prod
@@ -209,14 +209,18 @@ class Checkpoint:
         for stored, _ in self.read_batches(tensors):
             yield from stored
 
-    def read_batches(self, tensors: Iterable[RawTensor]) -> Iterator[tuple[list[StoredTensor], memoryview]]:
+    def read_batches(
+        self, tensors: Iterable[RawTensor], make_room: Callable[[int], memoryview] | None = None
+    ) -> Iterator[tuple[list[StoredTensor], memoryview]]:
         """Yield some of ``tensors`` at a time with their bytes, and both as ``LayerDigest`` takes them.
 
-        The bytes are writable and valid until the next ones. Raises ``AdapterError`` if they
-        cannot be read. ``check_unchanged`` checks that they all are of one content.
+        ``make_room`` returns writable memory for so many bytes; without it, the bytes are valid
+        until the next ones. Raises ``AdapterError`` if they cannot be read. ``check_unchanged``
+        checks that they all are of one content.
         """
+        make_room = make_room or self._room
         for batch in _batches(tensors):
-            room = self._room(sum(PART_HEAD_BYTES + tensor.num_bytes for tensor in batch))
+            room = make_room(sum(PART_HEAD_BYTES + tensor.num_bytes for tensor in batch))
             parts, start = [], 0
             for tensor in batch:
                 first = start + PART_HEAD_BYTES

@@ -7,9 +7,12 @@ is read. Plain data and hashing; knows no files.
 
 import hashlib
 import json
+import mmap
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 PART_HEAD_BYTES = 8
 
@@ -56,6 +59,67 @@ class LayerDigest:
 
     def digest(self) -> bytes:
         return self._digest.digest()
+
+
+class LateDigests:
+    """The parts of all layers, computed once their bytes have been used. A context manager.
+
+    To hash bytes takes several times as long as to read them from the page cache. So the bytes are
+    kept, and are hashed at the end or when they fill the memory.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._layers = [LayerDigest() for _ in range(num_layers)]
+        self._unhashed: list[tuple[LayerDigest, memoryview]] = []
+        self._memory = _take_memory()
+        self._end = 0  # of what is in use
+
+    def room(self, num_bytes: int) -> memoryview:
+        """Return memory for bytes to ``add``. It is not used again before the next call."""
+        if self._end + num_bytes > self._memory.nbytes:
+            self._hash()
+        if num_bytes > self._memory.nbytes:
+            self._end = self._memory.nbytes
+            return memoryview(bytearray(num_bytes))
+        start, self._end = self._end, self._end + num_bytes
+        return self._memory[start : self._end]
+
+    def add(self, number: int, parts: memoryview) -> None:
+        """Add to layer ``number`` what ``LayerDigest.add`` takes; it must stay as it is."""
+        self._unhashed.append((self._layers[number], parts))
+
+    def digests(self) -> list[bytes]:
+        self._hash()
+        return [layer.digest() for layer in self._layers]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._unhashed.clear()
+        if not _spare_memory:
+            _spare_memory.append(self._memory)
+
+    def _hash(self) -> None:
+        for layer, parts in self._unhashed:
+            layer.add(parts)
+        self._unhashed.clear()
+        self._end = 0
+
+
+_KEPT_BYTES = 32 << 20
+# Of an earlier use, at most one: fresh pages would take longer than reading to them.
+_spare_memory: list[memoryview] = []
+
+
+def _take_memory() -> memoryview:
+    try:
+        return _spare_memory.pop()
+    except IndexError:
+        mapping = mmap.mmap(-1, _KEPT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # the kernel has no huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)
 
 
 def _digest_of(parts: Iterable[bytes]) -> bytes:

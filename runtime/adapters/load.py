@@ -1,6 +1,6 @@
 """Opens a PEFT directory for one model: first its header, then its tensors layer by layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..errors import AdapterChangedError, AdapterError
 from ..file_calls import FILES, Place, SilentError
 from .checkpoint import Checkpoint
-from .digest import ContentDigest, LayerDigest, digest_head
+from .digest import ContentDigest, LateDigests, LayerDigest, digest_head
 from .folder_files import OWN_FILES, AdapterRoots
 from .lora_spec import LoraSpec
 from .peft_config import read_peft_config
@@ -38,6 +38,7 @@ class OpenAdapter:
         self._digest: ContentDigest | None = None
         self._expected: ContentDigest | None = None
         self._kept: dict[str, Spans] | None = None  # None = not known yet
+        self._is_resumed = False
 
     @cached_property
     def adapter(self) -> ResolvedAdapter:
@@ -78,15 +79,20 @@ class OpenAdapter:
                 f"the files in {self._checkpoint.path.parent} changed before they were first read; "
                 "send the request again to have the new content"
             )
+        self._is_resumed = True
 
     def read_layers(self, take: TakeTensors) -> Iterator[int]:
         """Pass the tensors to ``take`` by layers, within a layer in the order of their names.
 
         A layer is yielded when it is complete and, after ``expect``, has been verified. Without
         ``expect`` the last one is yielded once the file is known not to have changed meanwhile.
+        After ``resume`` the values are hashed when all layers have been yielded.
         """
-        digests: list[bytes] = []
         by_layer = self._tensors_by_layer()
+        if self._is_resumed:
+            yield from self._read_first(by_layer, take)
+            return
+        digests: list[bytes] = []
         for index, (layer, tensors) in enumerate(by_layer.items(), start=1):
             digest = LayerDigest()
             for stored, parts in self._checkpoint.read_batches(tensors):
@@ -98,8 +104,22 @@ class OpenAdapter:
             if self._expected is not None and digests[-1] != self._expected.layers[index - 1]:
                 raise self._changed()
             if index == len(by_layer):
+                if self._expected is None:
+                    self._checkpoint.check_unchanged()
                 self._end(digests)
             yield layer
+
+    def _read_first(self, by_layer: Mapping[int, Sequence[RawTensor]], take: TakeTensors) -> Iterator[int]:
+        with LateDigests(len(by_layer)) as late:
+            for number, (layer, tensors) in enumerate(by_layer.items()):
+                for stored, parts in self._checkpoint.read_batches(tensors, late.room):
+                    late.add(number, parts)
+                    with self._named_errors():
+                        take(stored)
+                if number + 1 == len(by_layer):
+                    self._checkpoint.check_unchanged()
+                yield layer
+            self._end(late.digests())
 
     def close(self) -> None:
         self._checkpoint.close()
@@ -169,8 +189,6 @@ class OpenAdapter:
 
     def _end(self, digests: Sequence[bytes]) -> None:
         """All layers have been read, with these digests."""
-        if self._expected is None:
-            self._checkpoint.check_unchanged()
         assert self._kept is not None
         self._digest = ContentDigest(self._head, tuple(digests), kept=tuple(sorted(self._kept.items())))
 

@@ -205,7 +205,7 @@ class AdapterReader(Protocol):
 
     @property
     def digest(self) -> ContentDigest:
-        """The digest of the content; known once ``read_layers`` has yielded the last layer."""
+        """The digest of the content; known once ``read_layers`` has ended."""
 
     def expect(self, digest: ContentDigest) -> None:
         """Accept only this content. Call it before ``read_layers``.

@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from corun.gpu.adapters import arrival as arrival_module
+from corun.gpu.adapters.arrival import Copied
 from corun.gpu.adapters.loader import AdapterLoader, LoadedAdapter
 from corun.gpu.adapters.store import HostAdapter
 from corun.gpu.device.cpu import CpuDevice
+from corun.runtime.adapters.digest import LateDigests
 from corun.runtime.errors import AdapterChangedError, AdapterError, ResourceError
 from corun.runtime.file_calls import FILES, SilentError
 from corun.runtime.plan import AdapterId, AdapterTransfer, TransferId
@@ -207,21 +210,21 @@ def first(files: Path, tmp_path: Path) -> Iterator[FirstReading]:
     reading.device.close(timeout_s=TIMEOUT_S)
 
 
-def test_the_digest_is_known_before_the_last_layer_may_be_used(first: FirstReading) -> None:
+def test_the_digest_is_known_before_the_load_ends(first: FirstReading) -> None:
     host = first.begin()
     first.gate.let(11)
     assert host.wait_whole(1, TIMEOUT_S)
     assert first.told == []
-    seen: list[int] = []
+    seen: list[tuple[int, bool]] = []
 
     def note(digest: str, end: object) -> None:
-        seen.append(host.num_whole)
+        seen.append((host.num_whole, host.is_read))
         first.told.append((digest, end))
 
     first.store.on_first_read = note
     first.end()
     assert first.told == [(first.digest, first.of_content)]
-    assert seen[0] < host.num_whole == len(host.places)
+    assert seen == [(len(host.places), False)], "layers do not wait for it"
     first.let_go(host)
     again = first.begin()  # and is verified from now on
     first.end()
@@ -324,6 +327,34 @@ def test_files_that_do_not_answer_are_not_bad(first: FirstReading, monkeypatch: 
     first.end()
     assert first.told == [(first.digest, first.of_content)]
     first.let_go(again)
+
+
+def test_a_pass_with_the_last_layer_waits_for_the_digest(
+    first: FirstReading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_let, digests = threading.Event(), LateDigests.digests
+
+    def late(self: LateDigests) -> list[bytes]:
+        assert is_let.wait(TIMEOUT_S)
+        return digests(self)
+
+    monkeypatch.setattr(LateDigests, "digests", late)
+    monkeypatch.setattr(arrival_module, "_READ_TIMEOUT_S", TIMEOUT_S)
+    first.evict()
+    load = first.host.fetch(first.digest, first.path)
+    assert isinstance(load, Copied)
+    load.start(is_gradual=False)
+    first.thread = threading.Thread(target=load.read, args=(lambda: None, lambda: True))
+    first.thread.start()
+    wait_until(lambda: load.begin_pass() == 2)
+    assert first.told == [] and not load.is_done()
+    timer = threading.Timer(0.02, is_let.set)
+    timer.start()
+    assert not load.has_failed()
+    assert first.told == [(first.digest, first.of_content)]
+    first.device.synchronize(timeout_s=TIMEOUT_S)
+    load.finish()
+    first.host.loaded(first.digest)
 
 
 def test_memory_that_runs_out_between_two_layers_fails_the_load(

@@ -3,7 +3,14 @@
 from typing import Any
 
 import pytest
-from corun.runtime.adapters.digest import ContentDigest, LayerDigest, TensorKind, digest_head, part_head
+from corun.runtime.adapters.digest import (
+    ContentDigest,
+    LateDigests,
+    LayerDigest,
+    TensorKind,
+    digest_head,
+    part_head,
+)
 from corun.runtime.adapters.lora_spec import LoraSpec
 
 KINDS: list[TensorKind] = [("a", "F32", (2,)), ("b", "F32", (3,))]
@@ -23,6 +30,33 @@ def layer(*tensors: bytes) -> bytes:
     for data in tensors:
         digest.add(memoryview(part_head(len(data)) + data))
     return digest.digest()
+
+
+def test_late_digests_are_those_of_all_that_was_added() -> None:
+    """Also of more than the memory holds, and of a part that is larger than it."""
+    mib = 1 << 20
+    parts = [(0, 8), (0, 20 * mib), (1, 20 * mib), (1, 33 * mib), (1, 0), (2, mib), (2, 1)]
+    wanted = [LayerDigest() for _ in range(4)]
+    with LateDigests(4) as late:
+        for number, (layer_number, num_bytes) in enumerate(parts):
+            data = bytes([number]) * num_bytes
+            wanted[layer_number].add(memoryview(data))
+            room = late.room(num_bytes)
+            assert room.nbytes == num_bytes
+            room[:] = data
+            late.add(layer_number, room)
+        assert late.digests() == [one.digest() for one in wanted]
+
+
+def test_memory_of_late_digests_is_used_again_by_one_at_a_time() -> None:
+    with LateDigests(1) as first, LateDigests(1) as second:
+        first.room(1)[0], second.room(1)[0] = 1, 2
+        own = first.room(1)
+        own[0] = 3
+        second.room(1)[0] = 4
+        assert own[0] == 3
+    with LateDigests(1) as third:
+        assert third.room(1)[0] in (1, 2), "the memory of one of them"
 
 
 def test_the_order_in_the_file_and_fields_without_effect_do_not_enter() -> None:
