@@ -24,6 +24,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # With one thread per processor in each of several processes, threads would wait for each other
     # at every barrier. Engines in processes of their own set their own number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # numba's threads have another number. After each kernel they would spin for milliseconds, on
+    # processors that other processes of the run want.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 else:
     # What engines measure and keep must not reach the user's own. The processes of a run share it.
     _STATE = tempfile.TemporaryDirectory(prefix="corun-tests-")
