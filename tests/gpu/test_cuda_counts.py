@@ -35,17 +35,24 @@ _LLAMA_8B = {
     "logprobs": (303, 18, 1, 3, 13328),
     "all parameters": (303, 59, 1, 3, 529712),
 }
+_PLAIN_AND_MODULES = ("llama3-rope", "llama3-rope/fp8 blocks")
 _COUNTED = ("launches", "sampling launches", "waits", "copies", "copied bytes")
 
 
 def _count(*models: str) -> dict[str, Figures]:
-    counted: dict[str, Figures] = json.loads(run_triton_program("count_steps", *models))
-    return counted
+    figures: dict[str, Figures] = json.loads(run_triton_program("count_steps", *models))
+    return figures
 
 
 @pytest.fixture(scope="module")
-def llama() -> Figures:
-    return _count("llama3-8b")["llama3-8b"]
+def counted() -> dict[str, Figures]:
+    """Of all models below in one process, whose start takes as long as some of them."""
+    return _count("llama3-8b", *_PLAIN_AND_MODULES)
+
+
+@pytest.fixture(scope="module")
+def llama(counted: dict[str, Figures]) -> Figures:
+    return counted["llama3-8b"]
 
 
 @pytest.mark.parametrize("step", _LLAMA_8B)
@@ -115,12 +122,12 @@ def test_an_architecture_waits_once(name: str) -> None:
     assert [(step["waits"], step["copies"]) for step in steps] == [(1, 2), (1, 2)]
 
 
-def test_modules_of_a_format() -> None:
+def test_modules_of_a_format(counted: dict[str, Figures]) -> None:
     """Plain linears of one input are one product, of which one launch expands the deltas.
 
     Modules are 7 of a layer instead of 4, each with its own result.
     """
-    plain, modules = _count("llama3-rope", "llama3-rope/fp8 blocks").values()
+    plain, modules = (counted[name] for name in _PLAIN_AND_MODULES)
     for step, more in (("base", 3), ("adapters", 3 + 3)):
         assert modules[step]["launches"] - plain[step]["launches"] == 2 * more, step
         assert (modules[step]["waits"], modules[step]["copies"]) == (1, 2)

@@ -61,9 +61,11 @@ def test_models_compute_on_a_gpu_what_their_own_modules_do() -> None:
 
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     # gemma3 has norms of queries and keys, and norms before and after a sum.
-    for architecture in ("gemma3", "llama3-rope"):
-        program = run_triton_program("compile_fused", architecture, TRITON_CACHE_DIR=str(tmp_path))
-        used = json.loads(program)
+    architectures = ("gemma3", "llama3-rope")
+    program = run_triton_program("compile_fused", *architectures, TRITON_CACHE_DIR=str(tmp_path))
+    compiled = json.loads(program)
+    assert tuple(compiled) == architectures
+    for used in compiled.values():
         assert used.keys() == {"norm_kernel", "gated_kernel", "rotate_kernel"}
         # A fused operation would not round the products before their sum, as the modules do.
         assert {"mul", "add"} <= set(used["rotate_kernel"])

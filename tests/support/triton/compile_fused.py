@@ -1,8 +1,8 @@
 """Compiles the Triton kernels between products for an H100, without a device; run as a program.
 
-``python -m support.triton.compile_fused ARCHITECTURE``: installs them into a model and runs it;
-every launch of them only compiles. Prints one JSON object: the instructions for floating-point
-numbers in the PTX of each kernel's variants.
+``python -m support.triton.compile_fused ARCHITECTURE...``: installs them into a model of each and
+runs it; every launch of them only compiles. Prints one JSON object: by architecture, the
+instructions for floating-point numbers in the PTX of each kernel's variants.
 """
 
 import json
@@ -23,7 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 
-def main(architecture: str) -> None:
+def instructions(architecture: str) -> dict[str, list[str]]:
     """Compile what a model needs, in bfloat16."""
     used: dict[str, set[str]] = {}
     run: Any = JITFunction.run
@@ -36,7 +36,6 @@ def main(architecture: str) -> None:
         found = re.findall(r"^\s*(\w+)\.\S*f(?:16|32)\S* ", compiled.asm["ptx"], re.MULTILINE)
         used.setdefault(kernel.__name__, set()).update(found)
 
-    driver.set_active(Hopper())
     with (
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(install, "agree", return_value=True),  # nothing is computed
@@ -47,7 +46,13 @@ def main(architecture: str) -> None:
         kernels = triton_kernels(torch.bfloat16, torch.device("cpu"))
         install_fused_kernels(model, lambda: record_attention(model, hook), kernels)
         runner.probe_step([ProbeRow(0, 0, (1, 2, 3))])
-    json.dump({name: sorted(one) for name, one in used.items()}, sys.stdout)
+    return {name: sorted(one) for name, one in used.items()}
+
+
+def main(*architectures: str) -> None:
+    """Print the instructions of each."""
+    driver.set_active(Hopper())
+    json.dump({name: instructions(name) for name in architectures}, sys.stdout)
 
 
 if __name__ == "__main__":
