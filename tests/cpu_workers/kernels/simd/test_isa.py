@@ -1,8 +1,11 @@
 """Instruction set levels: detection, forcing, and refusals."""
 
+import json
 import os
 import subprocess
 import sys
+from functools import cache
+from typing import Any
 
 import pytest
 from corun.cpu_workers.kernels.simd import isa
@@ -34,24 +37,33 @@ def test_auto_forces_nothing() -> None:
     assert isa.why_not("auto") is None
 
 
-def _in_process(code: str, environment: dict[str, str]) -> str:
-    command = [sys.executable, "-c", code]
+@cache
+def _process(**environment: str) -> dict[str, Any]:
+    """What a process of its own finds that it computes with."""
+    code = (
+        "import json\n"
+        "from corun.cpu_workers.kernels.simd import isa\n"
+        "reasons = {level.name: isa.why_not(level.name) for level in isa.LEVELS}\n"
+        "found = dict(name=isa.process_isa().name, is_forced=isa.is_forced(), why_not=reasons)\n"
+        "found |= dict(has_dot=isa.has_integer_dot(), has_tiles=isa.has_matrix_registers())\n"
+        "print(json.dumps(found))"
+    )
     inherited = {key: value for key, value in os.environ.items() if "NUMBA_" not in key}
-    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=inherited | environment, capture_output=True, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.parametrize("level", [each.name for each in isa.LEVELS])
 def test_a_forced_process_is_of_that_level(level: str) -> None:
-    code = (
-        "from corun.cpu_workers.kernels.simd import isa\n"
-        f"print(isa.process_isa().name, isa.is_forced(), isa.why_not({level!r}))"
-    )
-    told = _in_process(code, isa.forcing_environment(level))
+    found = _process(**isa.forcing_environment(level))
+    reason = found["why_not"][level]
     if isa.level_of(isa.machine_features()).name not in (level, *_above(level)):
-        assert "this processor does not support" in told
+        assert "this processor does not support" in reason
     else:
-        assert told == f"{level} True None"
+        assert (found["name"], found["is_forced"], reason) == (level, True, None)
 
 
 def _above(level: str) -> list[str]:
@@ -68,34 +80,31 @@ def test_a_process_of_another_level_is_told_how_to_be_started() -> None:
 
 
 def test_numbas_own_switches_count() -> None:
-    code = "from corun.cpu_workers.kernels.simd import isa; print(isa.process_isa().name)"
-    assert _in_process(code, {"NUMBA_ENABLE_AVX": "0"}) == "generic"
-    assert _in_process(code, {"NUMBA_CPU_NAME": "generic"}) == "generic"
+    assert _process(NUMBA_ENABLE_AVX="0")["name"] == "generic"
+    assert _process(NUMBA_CPU_NAME="generic")["name"] == "generic"
 
 
 @pytest.mark.parametrize(
     ("level", "more", "expected"),
     [
-        ("avx2", "", "False"),
-        ("avx2", ",+avxvnni", "True"),
-        ("avx2", ",+avx512vnni", "False"),  # of registers that this level has not
-        ("avx512", ",+avxvnni", "False"),
-        ("avx512", ",+avx512vnni", "True"),
-        ("generic", ",+avxvnni", "False"),
+        ("avx2", "", False),
+        ("avx2", ",+avxvnni", True),
+        ("avx2", ",+avx512vnni", False),  # of registers that this level has not
+        ("avx512", ",+avxvnni", False),
+        ("avx512", ",+avx512vnni", True),
+        ("generic", ",+avxvnni", False),
     ],
 )
 def test_products_of_integers_are_added_where_the_level_has_the_instruction(
-    level: str, more: str, expected: str
+    level: str, more: str, expected: bool
 ) -> None:
-    code = "from corun.cpu_workers.kernels.simd import isa; print(isa.has_integer_dot())"
     environment = isa.forcing_environment(level)
     environment["NUMBA_CPU_FEATURES"] += more
-    assert _in_process(code, environment) == expected
+    assert _process(**environment)["has_dot"] is expected
 
 
 def test_a_forced_level_uses_no_matrix_registers() -> None:
-    code = "from corun.cpu_workers.kernels.simd import isa; print(isa.has_matrix_registers())"
-    assert _in_process(code, isa.forcing_environment("avx512-bf16")) == "False"
+    assert _process(**isa.forcing_environment("avx512-bf16"))["has_tiles"] is False
 
 
 def test_refused_matrix_registers_are_not_used(
