@@ -480,14 +480,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         raise AssertionError("no end")
 
 
+@pytest.mark.parametrize("num_histories", [30, pytest.param(300, marks=pytest.mark.full)])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
-def test_everything_ends_with_the_right_tokens(policy: str, depth: int) -> None:
+def test_everything_ends_with_the_right_tokens(policy: str, depth: int, num_histories: int) -> None:
     machine = type("Machine", (SchedulerMachine,), {"depth": depth, "policy": policy})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
+            max_examples=num_histories,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
