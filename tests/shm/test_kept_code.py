@@ -43,22 +43,24 @@ def test_a_full_disk_does_not_stop_kernels(tmp_path: Path) -> None:
     assert "not kept" in warning and "NUMBA_CACHE_DIR" in warning and reason in warning
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757])
-def test_a_directory_that_others_can_write_is_not_used(tmp_path: Path, mode: int) -> None:
+def test_a_directory_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     cache = tmp_path / "kernels"
     cache.mkdir()
-    cache.chmod(mode)
+    cache.chmod(0o777)
     assert asked(cache) == f"True other users can write to {cache}"
     assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757])
+def test_a_directory_that_others_can_write_is_shared(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    assert shared_with(tmp_path) == tmp_path
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
-def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
-    cache = tmp_path / "kernels"
-    cache.mkdir(mode=0o755)
-    os.chown(cache, 4242, 4242)
-    assert asked(cache) == f"True other users can write to {cache}"
-    assert not list(cache.iterdir())
+def test_a_directory_of_another_user_is_shared(tmp_path: Path) -> None:
+    os.chown(tmp_path, 4242, 4242)
+    assert shared_with(tmp_path) == tmp_path
 
 
 def test_what_others_could_put_in_its_place(tmp_path: Path) -> None:
