@@ -7,7 +7,7 @@ import pytest
 from corun.runtime.cluster.controller import machines
 from corun.runtime.cluster.wire import MACHINES_PATH, MachinesOrders, MachinesReport
 from corun.runtime.server.errors import HttpError
-from support.fake_cluster import RunningCluster, in_cluster, running_controller
+from support.fake_cluster import TIMEOUT_S, RunningCluster, in_cluster, running_controller
 
 UP = MachinesReport(kind="ray", is_up=True, num_agents=1, num_supervised=1)
 DOWN = MachinesReport(kind="ray", is_up=False, num_agents=1, reason="its head is away")
@@ -16,7 +16,7 @@ DOWN = MachinesReport(kind="ray", is_up=False, num_agents=1, reason="its head is
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "_TAKE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(machines, "_SILENT_S", 0.3)
+    monkeypatch.setattr(machines, "_SILENT_S", TIMEOUT_S)  # only what says that it is down is down
 
 
 async def send_report(cluster: RunningCluster, report: MachinesReport) -> MachinesOrders:
@@ -50,11 +50,15 @@ def test_an_engine_is_started_where_there_is_a_place_and_else_elsewhere(tmp_path
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_what_must_wait_is_refused_and_done_later(tmp_path: Path, is_silent: bool) -> None:
+def test_what_must_wait_is_refused_and_done_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_silent: bool
+) -> None:
     async def work(cluster: RunningCluster) -> None:
         await cluster.agent("a", "a-0", num_places=1)
         await send_report(cluster, UP if is_silent else DOWN)
-        await asyncio.sleep(0.4 if is_silent else 0.0)
+        if is_silent:
+            monkeypatch.setattr(machines, "_SILENT_S", 0.3)
+            await asyncio.sleep(0.4)
         why = "it is silent" if is_silent else "its head is away"
         with pytest.raises(HttpError, match=f"by ray now .{why}.; the start is stored, and done when"):
             await cluster.engines("add")
