@@ -69,7 +69,7 @@ def test_a_worker_killed_in_mid_job_fails_its_jobs_and_is_replaced(sequence: int
         assert driver.pool.end.state(0).generation == generation + 1
         counts = driver.pool.counts()
         assert (counts.num_restarts, counts.num_failed_jobs) == (1, 3)
-    with Driver([case(4)], make_config(first_sequence=sequence)) as driver:
+        driver.pool.slowdown = 1.0
         assert driver.run(0, 0) is DONE
 
 

@@ -48,6 +48,15 @@ def test_numbers_of_jobs_wrap_around(driver: Driver) -> None:
     assert numbers[numbers.index(2**31 - 1) + 1] == -(2**31)
 
 
+def test_how_slow_jobs_are_may_change_between_them(driver: Driver) -> None:
+    driver.pool.slowdown = 2.0
+    first = driver.start(0, 0)
+    driver.pool.slowdown = 1.0
+    second = driver.start(0, 0)
+    assert (first.slowdown_permille, second.slowdown_permille) == (2000, 1000)
+    assert [driver.finish(0, job) for job in (first, second)] == [DONE] * 2
+
+
 def test_a_job_without_an_adapter_fails_alone(driver: Driver) -> None:
     region, restarts = driver.places[0].region_bytes(), driver.pool.counts().num_restarts
     driver.arena.buffer[:8] = b"nonsense"

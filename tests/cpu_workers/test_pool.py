@@ -20,7 +20,8 @@ from support.worker_pool import Driver, are_gone, case, make_config, supervisor,
 DONE = JobStatus.DONE
 
 
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
+# Jobs of numba are those of test_jobs.
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("numba", marks=pytest.mark.full)])
 def test_jobs_of_several_adapters_on_several_workers(backend: str) -> None:
     cases = [case(1), case(8, (16, 0), 1), case(32, (1, 64), 2), case(13, (3, 5), 3)]
     config = make_config(2, delta_table=table_of(backend))
@@ -30,14 +31,6 @@ def test_jobs_of_several_adapters_on_several_workers(backend: str) -> None:
                 assert driver.run(worker, index) is DONE
         assert driver.pool.ready_workers() == (0, 1)
         assert driver.pool.counts().num_restarts == 0
-
-
-def test_how_slow_jobs_are_may_change_between_them() -> None:
-    with Driver([case()], make_config(slowdown=2.0)) as driver:
-        first = driver.publish(0, 0)
-        driver.pool.slowdown = 1.0
-        second = driver.publish(0, 0)
-    assert (first.slowdown_permille, second.slowdown_permille) == (2000, 1000)
 
 
 def test_nothing_is_left_after_close() -> None:
