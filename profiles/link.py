@@ -8,7 +8,6 @@ times are absolute.
 Source: Parekh and Gallager, A generalized processor sharing approach to flow control, section III.
 """
 
-import copy
 import enum
 import heapq
 import math
@@ -132,9 +131,9 @@ class SharedLane:
         return future._busy_s, sum(len(share.num_left) for share in future._shares.values())
 
     def _copy(self) -> "SharedLane":
-        future = copy.copy(self)
+        future = SharedLane(self._bytes_per_s)
+        future._busy_s, future._now_s = self._busy_s, self._now_s
         future._shares = {turn: share.copy() for turn, share in self._shares.items()}
-        future._ends_s = {}
         return future
 
     def _advance(self, to_s: float) -> None:

@@ -19,7 +19,7 @@ from ...shm.atomics import load_acquire, store_release
 from ...shm.words import distance, has_reached, wrap
 from .base import DeviceError, DeviceTimeoutError, Event, Stream, Word
 from .cpu_stream import EventTable, StreamThread, raise_first
-from .cpu_wait import wait_word
+from .cpu_wait import copy_until, wait_word
 from .host_memory import WORD_BYTES, DeviceChoices, HostMemory, check_copy
 from .link import PacedLink
 
@@ -150,7 +150,7 @@ class CpuDevice:
         """Raises ``DeviceError`` if the buffers do not match."""
         thread = self._thread(stream)
         check_copy(destination, source)
-        if destination.device.type != "cpu" or source.device.type != "cpu":
+        if not (destination.is_cpu and source.is_cpu):
             raise DeviceError("the CPU device copies tensors of the CPU only")
         to_pointer, from_pointer = destination.data_ptr(), source.data_ptr()
         num_bytes = source.nbytes
@@ -163,8 +163,9 @@ class CpuDevice:
                 return
             transfer = self.link.begin(direction, num_bytes, start_s=thread.ready_s)
             try:
-                # In this thread alone, and without the GIL.
-                ctypes.memmove(to_pointer, from_pointer, num_bytes)
+                # In this thread alone, and without the GIL until the expected end of the transfer.
+                end_ns = round(self.link.expected_s(transfer) * 1e9)
+                copy_until(to_pointer, from_pointer, num_bytes, end_ns)
             finally:
                 thread.ready_s = self.link.finish(transfer)
 
@@ -225,10 +226,14 @@ class CpuDevice:
                 compute()
             return
         is_inference, has_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        has_mode = is_inference or not has_gradients  # else it is the thread's own
 
         def run() -> None:
             try:
-                with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+                if has_mode:
+                    with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+                        compute()
+                else:
                     compute()
             finally:
                 thread.ready_s = None

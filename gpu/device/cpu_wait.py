@@ -20,6 +20,7 @@ from ...shm.kept_code import keeps_code
 
 _KEPT = keeps_code(__file__)
 
+_BYTES = ir.IntType(8).as_pointer()
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
@@ -29,6 +30,7 @@ _LOOKS_PER_SLEEP = 32  # sleeps for 1/32 of the time waited so far
 _MAX_SLEEP_NS = 1_000_000
 _LONGEST_LATE_NS = 150_000  # usual upper bound of a sleep's overrun
 _BRIEFLY_NS = 50_000
+_SHORT_NS = 1_000_000  # longer waits for the end of a copy may end late by a sleep's overrun
 
 
 def _libc(builder: ir.IRBuilder, name: str, kinds: list[ir.Type]) -> ir.Value:
@@ -61,6 +63,16 @@ def _sleep_ns(typing_context: Any, duration_ns: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@intrinsic
+def _copy_bytes(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        pointers = (builder.inttoptr(address, _BYTES) for address in args[:2])
+        cgutils.raw_memcpy(builder, *pointers, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @numba.njit("boolean(int64, int32, int64, int64)", nogil=True, cache=_KEPT)
@@ -97,6 +109,21 @@ def wait_clock(deadline_ns: int) -> None:
             _sleep_ns(min(left_ns - _LONGEST_LATE_NS, 500_000_000))
         else:
             _yield_core()
+
+
+@numba.njit("void(int64, int64, int64, int64)", nogil=True, cache=_KEPT)
+def copy_until(target: int, source: int, num_bytes: int, deadline_ns: int) -> None:
+    """Copy memory that does not overlap, and return at the deadline.
+
+    A long wait only sleeps, and may end a little late: a thread that has yielded gets its core last,
+    perhaps while it holds the interpreter's lock.
+    """
+    _copy_bytes(target, source, num_bytes)
+    left_ns = deadline_ns - monotonic_ns()
+    while left_ns > _SHORT_NS:
+        _sleep_ns(min(left_ns, 500_000_000))
+        left_ns = deadline_ns - monotonic_ns()
+    wait_clock(deadline_ns)
 
 
 @numba.njit("boolean(int64, int32)", nogil=True, cache=_KEPT)

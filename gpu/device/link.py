@@ -84,6 +84,7 @@ class PacedLink:
         self._num_started = 0
         self._num_bytes = dict.fromkeys(Direction, 0)
         self._lanes: dict[Direction, SharedLane | _FreeLane] = _lanes(gib_per_s)
+        self._ends_s: dict[Direction, Mapping[int, Sequence[float]]] = {}  # since the newest start
 
     def change_bandwidth(self, gib_per_s: float) -> None:
         """Change the link; no transfer may be running, and the link must be paced."""
@@ -93,6 +94,7 @@ class PacedLink:
             assert not any(lane.at(now_s)[1] for lane in self._lanes.values()), "a transfer is open"
             self.gib_per_s = gib_per_s
             self._lanes = _lanes(gib_per_s)
+            self._ends_s.clear()
 
     @property
     def is_paced(self) -> bool:
@@ -119,12 +121,16 @@ class PacedLink:
             self._num_started += 1
             self._num_bytes[direction] += num_bytes
             start_s = self._lanes[direction].start(index, (num_bytes,), start_s)
+            self._ends_s.pop(direction, None)
         return LinkTransfer(direction, index, start_s)
 
     def expected_s(self, transfer: LinkTransfer) -> float:
         """Its end on the clock if no other transfer starts; others can only delay it."""
+        direction = transfer.direction
         with self._lock:
-            return self._lanes[transfer.direction].ends_s()[transfer.index][0] + self.latency_us / 1e6
+            if direction not in self._ends_s:
+                self._ends_s[direction] = self._lanes[direction].ends_s()
+            return self._ends_s[direction][transfer.index][0] + self.latency_us / 1e6
 
     def finish(self, transfer: LinkTransfer) -> float:
         """Wait until its bytes have arrived; return the time of arrival. Call once.

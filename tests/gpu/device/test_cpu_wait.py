@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from corun.gpu.device.cpu_wait import wait_awake, wait_briefly, wait_clock, wait_word
+from corun.gpu.device.cpu_wait import copy_until, wait_awake, wait_briefly, wait_clock, wait_word
 from corun.shm.atomics import store_release
 
 LONG_NS = 30_000_000_000
@@ -67,3 +67,13 @@ def test_a_deadline_is_not_missed_early() -> None:
         deadline_ns = time.monotonic_ns() + duration_ns
         wait_clock(deadline_ns)
         assert time.monotonic_ns() >= deadline_ns
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 1_000_003])
+def test_a_copy_lasts_until_its_deadline(num_bytes: int) -> None:
+    source = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+    target = np.zeros(num_bytes + 2, np.uint8)
+    deadline_ns = time.monotonic_ns() + 2_000_000
+    copy_until(target.ctypes.data + 1, source.ctypes.data, num_bytes, deadline_ns)
+    assert time.monotonic_ns() >= deadline_ns
+    assert np.array_equal(target[1:-1], source) and target[0] == target[-1] == 0
