@@ -104,6 +104,7 @@ class AdapterLoader:
         self._progress: queue.SimpleQueue[LoadProgress] = queue.SimpleQueue()
         self._events: list[LoadEvent] = []  # used by the engine's thread; not taken yet
         self._under_way: list[_Started] = []  # used by the engine's thread
+        self._unwatched: list[_Started] = []  # of these, for the polling thread once it may look
         self._turns: dict[TransferId, int] = {}  # of loads that requests wait for; others are behind
         self._cancelled: list[tuple[AdapterLoad, LoadedAdapter]] = []  # their files are still read
         self._watch_error: Exception | None = None  # the error that ended the polling thread
@@ -153,13 +154,16 @@ class AdapterLoader:
         """Suspend polling of copies while the engine computes and could not use the results.
 
         On a CPU each poll takes the core and the interpreter from the computation. Copies that
-        ended meanwhile are reported right afterwards.
+        ended meanwhile are reported right afterwards, and loads that started are polled from then on.
         """
         self._may_look.clear()
         try:
             yield
         finally:
             self._may_look.set()
+            for started in self._unwatched:
+                self._started.put(started)
+            self._unwatched.clear()
 
     def take_events(self) -> list[LoadEvent]:
         """Start copies of fetched adapters; return the events since the last call.
@@ -228,7 +232,10 @@ class AdapterLoader:
         if isinstance(arrival, Copied):
             self._events.append(StartedLoad(transfer.adapter_id, arrival))
         self._under_way.append(started)
-        self._started.put(started)
+        if self._may_look.is_set():
+            self._started.put(started)
+        else:
+            self._unwatched.append(started)
 
     def _advance(self) -> None:
         """Enqueue what is in turn; prefetches wait while a request waits for a load."""

@@ -142,15 +142,15 @@ class DeviceExecutor:
         self._runner.pool.release(plan.freed_blocks)
         if plan.load_order:
             self._adapters.order(plan.load_order)
-        for transfer in plan.transfers:
-            self._start_transfer(transfer)
-        for transfer_id in plan.promoted_transfers:
-            self._adapters.promote(transfer_id)
-            if self._kv is not None:
-                self._kv.promote(transfer_id)
-        self._take_transfers()
         rows: list[RowResult] = []
         with self._polling_suspended():
+            for transfer in plan.transfers:
+                self._start_transfer(transfer)
+            for transfer_id in plan.promoted_transfers:
+                self._adapters.promote(transfer_id)
+                if self._kv is not None:
+                    self._kv.promote(transfer_id)
+            self._take_transfers()
             for batch in plan.sub_batches:
                 rows.extend(self._run_batch(batch))
         waited_s = 0.0 if self._after_step is None else self._after_step()

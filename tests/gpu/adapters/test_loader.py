@@ -163,6 +163,20 @@ def test_copies_are_not_polled_while_the_engine_computes(loading: Loading) -> No
     assert done.adapter_id == AdapterId(1)
 
 
+def test_a_load_that_starts_while_the_engine_computes_wakes_no_thread_before_its_end(
+    loading: Loading,
+) -> None:
+    arrival = loading.results[AdapterId(1)] = Arrival()
+    with loading.loader.polling_suspended():
+        loading.load(1)
+        num_looks = arrival.num_looks
+        time.sleep(0.05)
+        assert arrival.num_looks == num_looks
+        arrival.arrived.set()
+    (done,) = loading.wait() or loading.wait()  # the start is a notification, too
+    assert done.adapter_id == AdapterId(1)
+
+
 def test_what_is_there_at_once_needs_no_second_look(loading: Loading) -> None:
     arrival = loading.results[AdapterId(1)] = Arrival()
     arrival.arrived.set()
