@@ -103,6 +103,12 @@ class _LayerGroup:
     has_arrived: bool = False  # all copies are done; False after the event = one failed
 
 
+def _release(copier: AdapterCopier, groups: Sequence[_LayerGroup], memories: Sequence[torch.Tensor]) -> None:
+    """Called when an adapter has left the device. After a failure its copies may be late."""
+    if all(group.has_arrived for group in groups):
+        copier.keep(memories)
+
+
 class Copied:
     """An adapter that is copied to the device; see also ``coexec.ArrivingAdapter``."""
 
@@ -137,7 +143,9 @@ class Copied:
         placement = self._placement
         self._memories = memories = self._copier.memories(placement.num_bytes, runs)
         self._adapter = DeviceAdapter(
-            PlacedMatrices(placement, memories), known_entries=placement.entries(memories)
+            PlacedMatrices(placement, memories),
+            partial(_release, self._copier, self._groups, memories),
+            placement.entries(memories),
         )
         for group in self._groups:
             group.event = self._copier.device.event()

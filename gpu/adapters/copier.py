@@ -304,6 +304,7 @@ class AdapterCopier:
         self._prefetch_lane = Lane(device.stream("prefetch"))
         self._reader: Stream | None = None
         self._pages = pages
+        self._kept: torch.Tensor | None = None  # memory of the adapter that was released last
         if pages is not None:
             buffer_bytes = staging_bytes(layout, wanted, pages.max_rank) // _NUM_LANES
             for lane in (self._lane, self._prefetch_lane):
@@ -348,11 +349,22 @@ class AdapterCopier:
         """
         pages = self._pages
         if pages is None:
-            return (torch.empty(num_bytes, dtype=torch.uint8, device=self._where),)
+            kept, self._kept = self._kept, None
+            if kept is None or kept.numel() != num_bytes:
+                kept = torch.empty(num_bytes, dtype=torch.uint8, device=self._where)
+            return (kept,)
         size = pages.page_bytes
         assert sum(map(len, runs)) * size == num_bytes, (runs, num_bytes)
         assert all(run.stop * size <= pages.memory.numel() for run in runs), runs
         return tuple(pages.memory[run.start * size : run.stop * size] for run in runs)
+
+    def keep(self, memories: Sequence[torch.Tensor]) -> None:
+        """Keep allocated memory, which nothing uses any more, for the next load of as many bytes.
+
+        The first touches of fresh memory take longer than the copy.
+        """
+        if self._pages is None:
+            (self._kept,) = memories
 
     def staging(self, lane: Lane, num_bytes: int) -> torch.Tensor:
         """The buffer that packed regions pass through, used in stream order.
@@ -366,15 +378,18 @@ class AdapterCopier:
 
     def close(self) -> None:
         """Release the memory; no operation may use it any more. Idempotent."""
-        self._pages = None
+        self._pages = self._kept = None
         for lane in (self._lane, self._prefetch_lane):
             lane.staging = None
 
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes of the arena, in chunks."""
-        first, start = int(source.storage_offset()), 0
-        while start < source.numel():
+        first, start, num_bytes = int(source.storage_offset()), 0, source.numel()
+        while start < num_bytes:
             left_bytes = self._section_bytes - (first + start) % self._section_bytes
-            end = min(source.numel(), start + min(_CHUNK_BYTES, left_bytes))
-            self.device.copy(lane.stream, destination[start:end], source[start:end])
+            end = min(num_bytes, start + min(_CHUNK_BYTES, left_bytes))
+            if end - start == num_bytes:  # slices take as long as enqueuing
+                self.device.copy(lane.stream, destination, source)
+            else:
+                self.device.copy(lane.stream, destination[start:end], source[start:end])
             start = end

@@ -120,7 +120,7 @@ def test_from_the_files_to_the_kernels(files: Path, device: CpuDevice, backend: 
         assert num_references(host) == 3
         assert host.arena.taken_bytes == 3 * facts["a"].num_bytes
     for name, adapter in loaded.items():
-        if adapter.release is not None:
+        if host.cache.is_device_memory:
             release(host, facts[name], adapter)
     assert num_references(host) == 0
     memory.clear()
@@ -434,6 +434,29 @@ def test_copies_take_the_link(files: Path) -> None:
     device.close()
 
 
+def test_memory_of_a_released_adapter_serves_the_next_of_its_size(files: Path, device: CpuDevice) -> None:
+    host = Host(device, copied(ROOMY_BYTES), backend="numba")
+    facts = {name: host.register(files / name) for name in "abc"}
+
+    def bring(name: str) -> DeviceAdapter:
+        adapter = load(host, facts[name], files / name)
+        check_deltas(host, adapter, files / name)
+        return adapter
+
+    first, second = bring("a"), bring("b")
+    assert _address(first) != _address(second), "the first is still read"
+    assert first.release is not None
+    first.release()
+    third = bring("c")
+    assert _address(third) == _address(first)
+    check_deltas(host, second, files / "b")
+    host.adapters.close()
+
+
+def _address(adapter: DeviceAdapter) -> int:
+    return int(adapter.entries.a_pointers.min())
+
+
 def test_too_little_memory_for_an_elastic_arena(
     files: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,7 +516,7 @@ def test_factors_of_dora_are_made_whenever_its_files_are_read(
             host.backend.add_delta(x, y, target.index, batch)
             torch.testing.assert_close(y, expected)
         host.table.remove(row)
-        if adapter.release is not None:
+        if host.cache.is_device_memory:
             release(host, facts, adapter)
         del adapter
         host.evict_idle()
@@ -526,7 +549,7 @@ def test_rows_of_tokens_arrive_with_the_matrices(
             assert found.own is not None and found.rank == ranks[target.path]
             assert found.own.token_ids.tolist() == list(range(found.own.num_tokens))
             assert torch.equal(found.own.rows, weight)
-        if adapter.release is not None:
+        if host.cache.is_device_memory:
             release(host, facts, adapter)
         del adapter, found
         host.evict_idle()
