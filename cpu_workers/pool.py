@@ -156,30 +156,33 @@ class WorkerPool:
         results of its jobs are FAILED.
         """
         end, shape = self.end, self.rows.shape
-        for worker in {worker for task in tasks for worker in task.members}:
+        # The jobs of a pass have few teams, and begin at few tokens.
+        masks = {members: sum(1 << one for one in members) for members in {task.members for task in tasks}}
+        places = {
+            first: (shape.x_offset(first), shape.y_offset(first), shape.h_offset(first))
+            for first in {task.first_token for task in tasks}
+        }
+        for worker in {worker for members in masks for worker in members}:
             status = end.state(worker).status
             if status != WorkerStatus.RUNNING:
                 raise WorkerUnavailableError(f"worker {worker} is {status.name.lower()}")
         sequence = end.next_sequence
         slowdown_permille = round(self.slowdown * 1000)
         jobs = []
-        for task in tasks:
-            first, num_tokens = task.first_token, task.num_tokens
-            assert 0 <= first < first + num_tokens <= shape.num_tokens, task
-            assert len(task.members) % task.token_parts == 0, task
+        for arena_offset, first, num_tokens, members, token_parts, predicted_us, is_crowded in tasks:
+            assert 0 <= first < first + num_tokens <= shape.num_tokens, (first, num_tokens)
+            assert len(members) % token_parts == 0, (members, token_parts)
             jobs.append(
                 Job(
                     sequence,
                     num_tokens,
-                    task.arena_offset,
-                    shape.x_offset(first),
-                    shape.y_offset(first),
-                    shape.h_offset(first),
-                    sum(1 << worker for worker in task.members),
-                    task.token_parts,
-                    task.predicted_us,
+                    arena_offset,
+                    *places[first],
+                    masks[members],
+                    token_parts,
+                    predicted_us,
                     slowdown_permille,
-                    int(task.is_crowded),
+                    int(is_crowded),
                 )
             )
             sequence = wrap(sequence + 1)

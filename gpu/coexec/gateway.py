@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from ...cpu_workers.teams import JobModel, Team, TeamJob
+from ...cpu_workers.teams import JobModel, TeamJob
 from ...shm.errors import MailboxFullError, RowsFullError, WorkerUnavailableError
 from ..device.host_memory import HostMemory
 from ..lora.adapter_layout import GroupKey
@@ -57,6 +57,14 @@ class _Task(NamedTuple):
     row: AssistedRow
     first_token: int
     group: PlacedGroup
+
+
+class _Part(NamedTuple):
+    """The fields of a ``TeamJob`` that jobs of one shape share."""
+
+    members: tuple[int, ...]
+    token_parts: int
+    predicted_us: int
 
 
 _Tasks = Mapping[GroupKey, Sequence[_Task]]
@@ -198,32 +206,18 @@ class WorkerGateway:
         self, tasks: _Tasks, workers: Sequence[int], *, is_crowded: bool
     ) -> dict[GroupKey, tuple[Invocation, ...]]:
         """Publish all jobs at once, and return the device's invocations."""
-        teams: dict[tuple[int, int, int], Team] = {}  # the layers of a pass are alike
+        parts: dict[tuple[JobShape, int, int, int], _Part] = {}  # the layers of a pass are alike
         wanted: list[TeamJob] = []
         for found in tasks.values():
             next_worker = 0  # so that small teams of a group compute side by side
             for row, first_token, group in found:
-                ranks, num_tokens = group.shape.region.padded_ranks, row.end - row.start
-                job = ranks, group.key[1], num_tokens
-                team = teams.get(job)
-                if team is None:
-                    width = self._widths[group.key[1]]
-                    team = teams[job] = self._model.team(ranks, width, num_tokens, len(workers))
-                members = tuple(
-                    workers[(next_worker + number) % len(workers)] for number in range(team.num_members)
-                )
-                next_worker += team.num_members
-                wanted.append(
-                    TeamJob(
-                        group.arena_offset,
-                        first_token,
-                        num_tokens,
-                        members,
-                        team.token_parts,
-                        max(1, round(team.seconds * 1e6)),
-                        is_crowded,
-                    )
-                )
+                num_tokens = row.end - row.start
+                job = group.shape, group.key[1], num_tokens, next_worker
+                part = parts.get(job)
+                if part is None:
+                    part = parts[job] = self._part(group, num_tokens, workers, next_worker)
+                next_worker += len(part.members)
+                wanted.append(TeamJob(group.arena_offset, first_token, num_tokens, *part, is_crowded))
         published = iter(self._pool.submit(wanted))
         views = _PassViews(self._rows)
         invocations = {}
@@ -247,6 +241,13 @@ class WorkerGateway:
                 )
             invocations[key] = tuple(made)
         return invocations
+
+    def _part(self, group: PlacedGroup, num_tokens: int, workers: Sequence[int], first: int) -> _Part:
+        """The team of a job, from the worker number ``first`` on."""
+        ranks, width = group.shape.region.padded_ranks, self._widths[group.key[1]]
+        team = self._model.team(ranks, width, num_tokens, len(workers))
+        members = tuple(workers[(first + number) % len(workers)] for number in range(team.num_members))
+        return _Part(members, team.token_parts, max(1, round(team.seconds * 1e6)))
 
     def _drop_published(self) -> None:
         """Let the workers complete the jobs of a pass that will not run.
