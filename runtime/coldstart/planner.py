@@ -7,13 +7,14 @@ waits for a load, all of its rows wait. So a price decides: seconds of the cold 
 against seconds of all other running requests.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from ...profiles.models import MachineModel
-from .cold import ColdRequest
-from .predict import PlannedStep, choose_start, predict
+from .cold import ColdRequest, CoScheduledRows
+from .predict import PlannedStep, Start, choose_start, predict
 from .strategy import AT_ONCE, Decision, LoadStrategy, Prediction
 
 _MAX_EXCESS_SHARE = 0.25  # limit of one step's excess wait, as a share of the step
@@ -70,6 +71,9 @@ class Planner:
     _records: dict[LoadStrategy, _Record] = field(
         default_factory=lambda: {strategy: _Record() for strategy in LoadStrategy}
     )
+    # Of the last calls of ``choose_start``: arguments and result. The first step of a request asks
+    # again what its decision has asked.
+    _starts: deque[tuple[tuple[object, ...], Start]] = field(default_factory=lambda: deque(maxlen=6))
     _bad_streak: int = 0
     _num_penalty_decisions: int = 0
 
@@ -95,7 +99,7 @@ class Planner:
 
     def predict(self, request: ColdRequest, strategy: LoadStrategy) -> Prediction:
         """Return the model's prediction, corrected by measurements of this strategy."""
-        raw = predict(self.model, request, strategy)
+        raw = predict(self.model, request, strategy, self._start)
         ratio = self._records[strategy].ratio
         return replace(
             raw,
@@ -129,11 +133,11 @@ class Planner:
         configured share.
         """
         rows, excess_share = request.co_scheduled, self._records[strategy].excess_share
-        start = choose_start(self.model, request, num_tokens, rows, strategy, excess_share=excess_share)
+        start = self._start(request, num_tokens, rows, strategy, excess_share)
         if not start.begin_s and self._bears(request, start.step, excess_share):
             return start.step
         if excess_share > 0.0:
-            start = choose_start(self.model, request, num_tokens, rows, strategy)
+            start = self._start(request, num_tokens, rows, strategy)
             if not start.begin_s and self._bears(request, start.step, 0.0):
                 self._records[strategy].is_held_back = True
         return None
@@ -161,6 +165,25 @@ class Planner:
         record = self._records[strategy]
         record.excess_share += self.config.smoothing * (excess - record.excess_share)
         record.is_held_back = False
+
+    def _start(
+        self,
+        request: ColdRequest,
+        num_tokens: int,
+        co_scheduled: CoScheduledRows,
+        strategy: LoadStrategy,
+        excess_share: float = 0.0,
+    ) -> Start:
+        """Return ``choose_start``, computed once for the same arguments."""
+        asked = num_tokens, strategy, excess_share, request, co_scheduled
+        for known, start in self._starts:
+            if known == asked:
+                return start
+        start = choose_start(
+            self.model, request, num_tokens, co_scheduled, strategy, excess_share=excess_share
+        )
+        self._starts.append((asked, start))
+        return start
 
     def _corrected_s(self, stall_s: float, warm_s: float, strategy: LoadStrategy) -> float:
         """Return a corrected stall, if the strategy starts at once. ``warm_s``: without stalls."""

@@ -8,9 +8,10 @@ Source: Toppings, section 4.1 (the switch from CPU to GPU in mid-prefill), with 
 planned instead of polled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TypeAlias
 
 from ...profiles.models import MachineModel
 from .cold import ColdPart, ColdRequest, CoScheduledRows, LayerTimes, layer_times, loaded_step_s, warm_step_s
@@ -63,11 +64,17 @@ def _ends_s(times: LayerTimes) -> list[float]:
     return ends_s
 
 
-def predict(model: MachineModel, request: ColdRequest, strategy: LoadStrategy) -> Prediction:
-    """Predict the first token of ``request`` under ``strategy``, and stalls of others."""
+def predict(
+    model: MachineModel, request: ColdRequest, strategy: LoadStrategy, choose: "ChooseStart | None" = None
+) -> Prediction:
+    """Predict the first token of ``request`` under ``strategy``, and stalls of others.
+
+    ``choose``: ``choose_start`` with this model, if the caller keeps its results.
+    """
     loaded_s = max(request.ready_s, default=0.0)
     waits_first = strategy in {LoadStrategy.BLOCKING, LoadStrategy.ASYNC_LOAD}
-    run = _Run(model, request, strategy, now_s=loaded_s if waits_first else 0.0)
+    choose = choose or partial(choose_start, model)
+    run = _Run(choose, request, strategy, now_s=loaded_s if waits_first else 0.0)
     if strategy is LoadStrategy.ASYNC_LOAD:
         run.now_s = max(loaded_s, _others_s(model, request, request.co_scheduled))
     # A request that waits for the load runs in a later step, with other rows than this one.
@@ -112,6 +119,9 @@ class Start:
 
     begin_s: float  # from now; 0 = now
     step: PlannedStep
+
+
+ChooseStart: TypeAlias = Callable[[ColdRequest, int, CoScheduledRows, LoadStrategy], Start]
 
 
 def choose_start(
@@ -200,7 +210,7 @@ class StepForecast:
 class _Run:
     """Simulates the chunks of one request, each in a step with other rows."""
 
-    model: MachineModel
+    choose: ChooseStart
     request: ColdRequest
     strategy: LoadStrategy
     now_s: float
@@ -210,7 +220,7 @@ class _Run:
     def chunk(self, num_tokens: int, co_scheduled: CoScheduledRows) -> None:
         """Simulate a step with one chunk."""
         request = self.request.after(self.now_s)
-        start = choose_start(self.model, request, num_tokens, co_scheduled, self.strategy)
+        start = self.choose(request, num_tokens, co_scheduled, self.strategy)
         step = start.step
         if self.first_split_layer is None:
             self.first_split_layer = step.split_layer

@@ -1,6 +1,7 @@
 """Cold starts from arrival to first token, with the real planner and made-up times."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -8,9 +9,11 @@ from corun.cpu_workers.teams import JobModel
 from corun.profiles.curve import Curve
 from corun.profiles.models import GroupModel, LinkModel, LoraModel, MachineModel
 from corun.runtime.adapter import AdapterFacts, AdapterLayers
+from corun.runtime.coldstart.cold import ColdRequest
 from corun.runtime.coldstart.cold_start import PlannedColdStarts
 from corun.runtime.coldstart.link import LinkForecast, by_layer
 from corun.runtime.coldstart.planner import Planner, PlannerConfig
+from corun.runtime.coldstart.predict import Start, choose_start
 from corun.runtime.coldstart.strategy import LoadStrategy
 from corun.runtime.plan import AdapterId, RequestId, StepId
 from corun.runtime.request import Request
@@ -112,6 +115,30 @@ def test_workers_start_what_the_link_would_hold_up(loads: Loads) -> None:
     chunk = cold_starts.next_chunk(request, 512, 0, _rows(), 0.0)
     assert chunk is not None
     assert (chunk.num_tokens, chunk.split_layer) == (32, _LAYERS)
+
+
+def test_the_first_step_predicts_nothing_that_its_decision_has_predicted(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicted: list[LoadStrategy] = []
+
+    def count(model: MachineModel, request: ColdRequest, *arguments: Any, **options: Any) -> Start:
+        start = choose_start(model, request, *arguments, **options)
+        predicted.append(arguments[2])
+        return start
+
+    monkeypatch.setattr("corun.runtime.coldstart.planner.choose_start", count)
+    cold_starts = _cold_starts(loads)
+    request = make_request(1, prompt=32, adapter_id=ADAPTER)
+    _load(loads)
+    assert cold_starts.may_start(request, 0, _rows(), 0.0)
+    num_predicted = len(predicted)
+    assert cold_starts.next_chunk(request, 512, 0, _rows(), 0.0) is not None
+    assert len(predicted) == num_predicted == len(set(predicted))
+    # More of the load has arrived, or other rows have joined.
+    assert cold_starts.next_chunk(request, 512, 0, _rows(), 0.01) is not None
+    assert cold_starts.next_chunk(request, 512, 0, _rows(2), 0.01) is not None
+    assert predicted[num_predicted:] == [LoadStrategy.ASSISTED] * 2
 
 
 def test_a_load_that_workers_can_serve_meanwhile_waits(loads: Loads) -> None:
