@@ -31,7 +31,15 @@ from pathlib import Path
 from typing import Any
 
 from cold import ablations
-from cold.cells import ASSISTED_SERIES, SERIES, CellResult, Clock, describe_waits, measure_cell
+from cold.cells import (
+    ASSISTED_SERIES,
+    NUM_OUTPUT_TOKENS,
+    SERIES,
+    CellResult,
+    Clock,
+    describe_waits,
+    measure_cell,
+)
 from cold.gaps import measure_gaps
 from cold.price import measure_prices
 from cold.rig import Rig, engine_and_worker_cpus, make_config, start_rig, with_measured_profile
@@ -156,7 +164,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ablations", action="store_true", help="run all ablations: minutes more")
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="size of the model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, help="rounds per cell; default: 15, loads 5, quick 3")
+    parser.add_argument("--rounds", type=int, help="rounds per cell; default: 15, loads 5 to 40, quick 3")
     parser.add_argument("--gap-pairs", type=int, help="pairs of gap measurements; default: 9, quick 2")
     parser.add_argument("--arrivals", type=int, default=8, help="arrivals per measurement of gaps")
     parser.add_argument("--profile", type=Path, help="of this model; with --only price of a machine more")
@@ -174,7 +182,6 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if {"map", "price"} & set(options.only) and len(options.only) > 1:
         parser.error("--only: map and price are simulated, and run alone")
-    options.rounds = options.rounds or (3 if options.quick else 5 if options.loads else 15)
     options.gap_pairs = options.gap_pairs or (2 if options.quick else 9)
     return options
 
@@ -193,7 +200,7 @@ def _run_cells(
     rig: Rig, cells: Sequence[Cell], options: argparse.Namespace
 ) -> tuple[list[CellResult], list[str]]:
     """Results, and what the time was too short for."""
-    clock = Clock(cells)
+    clock = Clock(cells, lambda cell: _num_rounds(cell, options))
     results: list[CellResult] = []
     limit_s = float("inf") if options.full else options.max_cells_s
     for number, cell in enumerate(cells):
@@ -201,11 +208,21 @@ def _run_cells(
             left_out = [left.label for left in cells[number:]]
             print(f"left out for lack of time: {'; '.join(left_out)}", flush=True)
             return results, left_out
-        series = ASSISTED_SERIES if options.loads else SERIES
-        result = measure_cell(rig, cell, options.rounds, options.peak, series)
+        # Verdicts on loads are on first tokens.
+        wanted = (ASSISTED_SERIES, 2) if options.loads else (SERIES, NUM_OUTPUT_TOKENS)
+        result = measure_cell(rig, cell, _num_rounds(cell, options), options.peak, *wanted)
         results.append(result)
         clock.cell_done(f"{number + 1} of {len(cells)}: {_describe(result)}")
     return results, []
+
+
+def _num_rounds(cell: Cell, options: argparse.Namespace) -> int:
+    """Of one cell; short prompts vary most, and are soon measured."""
+    if options.rounds is not None:
+        return int(options.rounds)
+    if options.quick:
+        return 3
+    return min(40, max(5, 960 // cell.prompt_tokens)) if options.loads else 15
 
 
 def _describe(result: CellResult) -> str:

@@ -78,7 +78,12 @@ class CellResult:
 
 
 def measure_cell(
-    rig: Rig, cell: Cell, num_rounds: int, peak: Floors, series: Sequence[str] = SERIES
+    rig: Rig,
+    cell: Cell,
+    num_rounds: int,
+    peak: Floors,
+    series: Sequence[str] = SERIES,
+    num_output_tokens: int = NUM_OUTPUT_TOKENS,
 ) -> CellResult:
     """All ``series`` of ``cell`` in turn, in reverse order in every other round.
 
@@ -94,7 +99,7 @@ def measure_cell(
     rounds: list[dict[str, Timing]] = []
     for number in range(num_rounds + 1):
         order = series if number % 2 == 0 else series[::-1]
-        timings = {name: _run(rig, cell, name) for name in order}
+        timings = {name: _run(rig, cell, name, num_output_tokens) for name in order}
         if number:
             rounds.append(timings)
     return CellResult(
@@ -158,11 +163,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _run(rig: Rig, cell: Cell, name: str) -> Timing:
+def _run(rig: Rig, cell: Cell, name: str, num_output_tokens: int) -> Timing:
     """One request; its adapter is brought to where it has to be before."""
     rig.prepare(cell.adapter, is_cold=name in COLD)
     rig.use(name if name in COLD else CACHED)
-    return rig.serve(rig.prompt(cell.prompt_tokens), cell.adapter, NUM_OUTPUT_TOKENS)
+    return rig.serve(rig.prompt(cell.prompt_tokens), cell.adapter, num_output_tokens)
 
 
 def _medians(rounds: Sequence[Mapping[str, Timing]], of: Callable[[Timing], float]) -> dict[str, float]:
@@ -181,8 +186,8 @@ def _ratios(rounds: Sequence[Mapping[str, Timing]], of: Callable[[Timing], float
 class Clock:
     """How long the cells that are left will take, judged by those that are done."""
 
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        self._left = [_weight(cell) for cell in cells]
+    def __init__(self, cells: Sequence[Cell], rounds_of: Callable[[Cell], int] = lambda _: 1) -> None:
+        self._left = [_weight(cell) * (1 + rounds_of(cell)) for cell in cells]
         self._done = 0.0
         self._start_s = time.monotonic()
 

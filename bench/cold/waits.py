@@ -12,13 +12,13 @@ from corun.gpu.lora.adapter_layout import GroupKey
 from corun.shm.job import Job
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
     key: GroupKey
     sequence: int
     signalled_ns: int
-    wait_begins_ns: int = 0
-    wait_ends_ns: int = 0
+    wait_begins_ns: int
+    wait_ends_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,16 @@ class GroupWait:
 
 
 class WaitRecorder:
-    """Takes times around a handover. Shared memory is read when the passes are over."""
+    """Takes times around a handover, and little else, as these runs are compared with others.
+
+    Shared memory is read when the passes are over.
+    """
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self._jobs: list[_Job] = []
-        self._open: dict[int, _Job] = {}
+        self._signals: list[tuple[Invocation, int]] = []
+        self._begins_ns: list[int] = []
+        self._ends: list[tuple[Invocation, int]] = []
 
     def watch(self, handover: Any) -> None:
         """From now on, where what is enqueued takes effect at once: on the CPU."""
@@ -47,7 +51,7 @@ class WaitRecorder:
             self.signalled(invocation)
 
         def timed_wait(invocation: Invocation) -> None:
-            self.wait_begins(invocation)
+            self.wait_begins()
             wait(invocation)
             self.wait_ends(invocation)
 
@@ -55,25 +59,24 @@ class WaitRecorder:
 
     def signalled(self, invocation: Invocation) -> None:
         """X is out and the worker may begin."""
-        now_ns = time.perf_counter_ns()
-        job = _Job(invocation.key, invocation.sequence, now_ns)
-        self._jobs.append(job)
-        self._open[invocation.sequence] = job
+        self._signals.append((invocation, time.perf_counter_ns()))
 
-    def wait_begins(self, invocation: Invocation) -> None:
-        """The base products of the group are done."""
-        job = self._open[invocation.sequence]
-        job.wait_begins_ns = time.perf_counter_ns()
+    def wait_begins(self) -> None:
+        """The base products of a group are done."""
+        self._begins_ns.append(time.perf_counter_ns())
 
     def wait_ends(self, invocation: Invocation) -> None:
         """Y is there."""
-        now_ns = time.perf_counter_ns()
-        self._open.pop(invocation.sequence).wait_ends_ns = now_ns
+        self._ends.append((invocation, time.perf_counter_ns()))
 
     def take(self) -> list[GroupWait]:
         """Waits since the last call, while their results still lie in the mailboxes."""
-        jobs, self._jobs = [job for job in self._jobs if job.wait_ends_ns], []
-        self._open.clear()
+        signalled_ns = {invocation.sequence: at_ns for invocation, at_ns in self._signals}
+        jobs = [
+            _Job(one.key, one.sequence, signalled_ns[one.sequence], begins_ns, ends_ns)
+            for begins_ns, (one, ends_ns) in zip(self._begins_ns, self._ends, strict=True)
+        ]
+        self._signals, self._begins_ns, self._ends = [], [], []
         waits = []
         for _, of_key in groupby(jobs, key=lambda job: job.key):
             wait = self._of_group(list(of_key))

@@ -175,7 +175,7 @@ def test_a_wait_counts_from_when_the_workers_could_have_been_done(monkeypatch: p
     for invocation in (first, second):
         recorder.signalled(invocation)
     for invocation in (first, second):
-        recorder.wait_begins(invocation)
+        recorder.wait_begins()
         recorder.wait_ends(invocation)
         mailbox.finish(invocation.sequence, 100)
     (wait,) = recorder.take()
