@@ -73,70 +73,6 @@ def test_a_worker_killed_in_mid_job_fails_its_jobs_and_is_replaced(sequence: int
         assert driver.run(0, 0) is DONE
 
 
-def test_the_replacement_computes_right(caplog: pytest.LogCaptureFixture) -> None:
-    with Driver([case(4), case(8, seed=1)]) as driver:
-        for _ in range(3):
-            assert driver.run(0, 0) is DONE
-            workers()[0].send_signal(signal.SIGKILL)
-            # Published before the producer has seen the death, or refused.
-            try:
-                late = driver.start(0, 1)
-            except WorkerUnavailableError:
-                late = None
-            if late is not None:
-                assert driver.finish(1, late) is FAILED
-            wait_until(lambda: not driver.pool.is_available)
-            driver.wait_ready()
-            assert driver.run(0, 1) is DONE
-        assert driver.pool.counts().num_restarts == 3
-    assert "no CPU worker is left; co-execution is off until one has restarted" in caplog.text
-
-
-@pytest.mark.parametrize("is_computing", [True, False])
-def test_a_stopped_worker_is_killed_and_replaced(is_computing: bool) -> None:
-    config = slow_config() if is_computing else make_config()
-    with Driver([case(4)], config) as driver:
-        (worker,) = workers()
-        job = begin(driver, 0, predicted_us=0) if is_computing else None
-        worker.send_signal(signal.SIGSTOP)
-        if job is None:  # it sleeps, and gets work that it does not see
-            job = driver.start(0, 0)
-        start_s = time.monotonic()
-        assert driver.finish(0, job) is FAILED
-        assert elapsed_s(start_s) < 10
-        assert are_gone([worker.pid])
-        driver.wait_ready()
-        assert driver.pool.counts().num_restarts == 1
-
-
-def test_a_stopped_worker_without_work_is_replaced() -> None:
-    with Driver([case(4)]) as driver:
-        (worker,) = workers()
-        worker.send_signal(signal.SIGSTOP)
-        # Until the pool has processed its end, it still counts as ready.
-        wait_until(lambda: driver.pool.counts().num_restarts == 1)
-        assert are_gone([worker.pid])
-        driver.wait_ready()
-        assert driver.run(0, 0) is DONE
-
-
-def test_a_worker_in_an_endless_job_is_killed() -> None:
-    with Driver([case(4)], slow_config()) as driver:
-        job = begin(driver, 0, predicted_us=0)  # predicted to take no time: the shortest deadline
-        start_s = time.monotonic()
-        assert driver.finish(0, job) is FAILED
-        assert elapsed_s(start_s) < 10
-        wait_until(lambda: "was killed because job 1 of 4 tokens took too long" in driver.pool.trouble)
-
-
-def test_a_slow_worker_is_left_alone() -> None:
-    with Driver([case(32, (64, 64))], make_config(slowdown=3e3)) as driver:
-        start_s = time.monotonic()
-        assert driver.run(0, 0, predicted_us=1000) is DONE
-        assert elapsed_s(start_s) > 0.3  # longer than the shortest deadline
-        assert driver.pool.counts().num_restarts == 0
-
-
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.full), signal.SIGSTOP])
 def test_all_workers_at_once(number: signal.Signals, caplog: pytest.LogCaptureFixture) -> None:
     with Driver([case(4)], slow_config(2)) as driver:
@@ -279,66 +215,6 @@ def test_a_killed_supervisor_takes_its_workers_and_is_replaced(caplog: pytest.Lo
         driver.wait_ready()
 
 
-def test_a_supervisor_killed_while_workers_start() -> None:
-    with Driver([case(4)]) as driver:
-        workers()[0].send_signal(signal.SIGKILL)
-        wait_until(lambda: driver.pool.counts().num_restarts == 1)
-        supervisor().send_signal(signal.SIGKILL)
-        wait_until(lambda: driver.pool.counts().num_supervisor_restarts == 1)
-        driver.wait_ready()
-        assert driver.run(0, 0) is DONE
-
-
-def test_a_stopped_supervisor_is_replaced_and_what_it_missed_is_released() -> None:
-    with Driver([case(4)], slow_config()) as driver:
-        job = begin(driver, 0)
-        watcher, (worker,) = supervisor(), workers()
-        watcher.send_signal(signal.SIGSTOP)
-        worker.send_signal(signal.SIGKILL)  # it is not reaped
-        assert driver.finish(0, job) is FAILED
-        assert are_gone([watcher.pid, worker.pid])
-        driver.wait_ready()
-
-
-def test_while_no_supervisor_is_there_late_jobs_fail_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    slow_python = tmp_path / "python"
-    slow_python.write_text(f'#!/bin/sh\nsleep 4\nexec {shlex.quote(sys.executable)} "$@"\n')
-    slow_python.chmod(0o700)
-    with Driver([case(4)]) as driver:
-        job = driver.start(0, 0)
-        assert driver.finish(0, job) is DONE
-        monkeypatch.setattr("sys.executable", str(slow_python))
-        supervisor().send_signal(signal.SIGKILL)
-        end = driver.pool.end
-        wait_until(lambda: end.state(0).status is WorkerStatus.DEAD)
-        assert not driver.pool.is_available
-        with pytest.raises(WorkerUnavailableError, match="worker 0 is dead"):
-            driver.publish(0, 0)
-        late = job._replace(sequence=end.next_sequence)  # of an engine with an old state
-        end.publish(late)
-        assert driver.finish(0, late) is FAILED
-        assert not driver.pool.is_available
-        driver.wait_ready()
-        assert driver.run(0, 0) is DONE
-
-
-def test_a_pause_of_everything_kills_nobody() -> None:
-    with Driver([case(4)]) as driver:
-        job = driver.publish(0, 0)  # the worker spins for x, and sends heartbeats
-        watcher, (worker,) = supervisor(), workers()
-        for process in (watcher, worker):
-            process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)  # longer than the heartbeat limit of a worker with work
-        for process in (worker, watcher):
-            process.send_signal(signal.SIGCONT)
-        time.sleep(0.3)
-        driver.send_x(0, job)
-        assert driver.finish(0, job) is DONE
-        assert driver.pool.counts().num_restarts == 0
-
-
 def test_everybody_at_once() -> None:
     with Driver([case(4)], slow_config(2)) as driver:
         jobs = [begin(driver, worker) for worker in (0, 1)]
@@ -357,16 +233,6 @@ def test_close_in_mid_job_ends_everything() -> None:
     driver.close()
     assert elapsed_s(start_s) < 10
     assert are_gone(pids)
-
-
-def test_an_interrupt_of_the_group_is_for_the_engine_alone() -> None:
-    with Driver([case(4)]) as driver:
-        for process in [*workers(), supervisor()]:
-            process.send_signal(signal.SIGINT)
-            process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        assert driver.run(0, 0) is DONE
-        assert driver.pool.counts().num_restarts == 0
 
 
 ENGINE = """
@@ -423,3 +289,153 @@ def test_no_false_kill_in_many_jobs_on_a_loaded_machine(
             hog.kill()
             hog.wait()
     assert "killed" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def one_worker() -> Iterator[Driver]:
+    """One worker for all tests below, which leave it as they found it: a start takes seconds."""
+    with Driver([case(4), case(8, seed=1), case(32, (64, 64))]) as driver:
+        yield driver
+
+
+@pytest.fixture
+def driver(one_worker: Driver) -> Driver:
+    one_worker.pool.slowdown = 1.0
+    one_worker.wait_ready()
+    return one_worker
+
+
+def test_a_pause_of_everything_kills_nobody(driver: Driver) -> None:
+    before = driver.pool.counts()
+    job = driver.publish(0, 0)  # the worker spins for x, and sends heartbeats
+    watcher, (worker,) = supervisor(), workers()
+    for process in (watcher, worker):
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)  # longer than the heartbeat limit of a worker with work
+    for process in (worker, watcher):
+        process.send_signal(signal.SIGCONT)
+    time.sleep(0.3)
+    driver.send_x(0, job)
+    assert driver.finish(0, job) is DONE
+    assert driver.pool.counts() == before
+
+
+def test_an_interrupt_of_the_group_is_for_the_engine_alone(driver: Driver) -> None:
+    before = driver.pool.counts()
+    for process in [*workers(), supervisor()]:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert driver.run(0, 0) is DONE
+    assert driver.pool.counts() == before
+
+
+def test_a_slow_worker_is_left_alone(driver: Driver) -> None:
+    before = driver.pool.counts()
+    driver.pool.slowdown = 3e3
+    start_s = time.monotonic()
+    assert driver.run(0, 2, predicted_us=1000) is DONE
+    assert elapsed_s(start_s) > 0.3  # longer than the shortest deadline
+    assert driver.pool.counts() == before
+
+
+def test_a_supervisor_killed_while_workers_start(driver: Driver) -> None:
+    """The first worker that dies is replaced without a delay, so that one starts meanwhile."""
+    before = driver.pool.counts()
+    workers()[0].send_signal(signal.SIGKILL)
+    wait_until(lambda: driver.pool.counts().num_restarts > before.num_restarts)
+    supervisor().send_signal(signal.SIGKILL)
+    wait_until(lambda: driver.pool.counts().num_supervisor_restarts > before.num_supervisor_restarts)
+    driver.wait_ready()
+    assert driver.run(0, 0) is DONE
+
+
+def test_the_replacement_computes_right(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    before = driver.pool.counts()
+    for _ in range(3):
+        assert driver.run(0, 0) is DONE
+        workers()[0].send_signal(signal.SIGKILL)
+        # Published before the producer has seen the death, or refused.
+        try:
+            late = driver.start(0, 1)
+        except WorkerUnavailableError:
+            late = None
+        if late is not None:
+            assert driver.finish(1, late) is FAILED
+        wait_until(lambda: not driver.pool.is_available)
+        driver.wait_ready()
+        assert driver.run(0, 1) is DONE
+    assert driver.pool.counts().num_restarts == before.num_restarts + 3
+    assert "no CPU worker is left; co-execution is off until one has restarted" in caplog.text
+
+
+@pytest.mark.parametrize("is_computing", [True, False])
+def test_a_stopped_worker_is_killed_and_replaced(driver: Driver, is_computing: bool) -> None:
+    before = driver.pool.counts()
+    driver.pool.slowdown = SLOWDOWN if is_computing else 1.0
+    (worker,) = workers()
+    job = begin(driver, 0, predicted_us=0) if is_computing else None
+    worker.send_signal(signal.SIGSTOP)
+    if job is None:  # it sleeps, and gets work that it does not see
+        job = driver.start(0, 0)
+    start_s = time.monotonic()
+    assert driver.finish(0, job) is FAILED
+    assert elapsed_s(start_s) < 10
+    assert are_gone([worker.pid])
+    driver.wait_ready()
+    assert driver.pool.counts().num_restarts == before.num_restarts + 1
+
+
+def test_a_stopped_supervisor_is_replaced_and_what_it_missed_is_released(driver: Driver) -> None:
+    driver.pool.slowdown = SLOWDOWN
+    job = begin(driver, 0)
+    watcher, (worker,) = supervisor(), workers()
+    watcher.send_signal(signal.SIGSTOP)
+    worker.send_signal(signal.SIGKILL)  # it is not reaped
+    assert driver.finish(0, job) is FAILED
+    assert are_gone([watcher.pid, worker.pid])
+    driver.wait_ready()
+
+
+def test_a_stopped_worker_without_work_is_replaced(driver: Driver) -> None:
+    before = driver.pool.counts()
+    (worker,) = workers()
+    worker.send_signal(signal.SIGSTOP)
+    # Until the pool has processed its end, it still counts as ready.
+    wait_until(lambda: driver.pool.counts().num_restarts == before.num_restarts + 1)
+    assert are_gone([worker.pid])
+    driver.wait_ready()
+    assert driver.run(0, 0) is DONE
+
+
+def test_a_worker_in_an_endless_job_is_killed(driver: Driver) -> None:
+    driver.pool.slowdown = SLOWDOWN
+    job = begin(driver, 0, predicted_us=0)  # predicted to take no time: the shortest deadline
+    start_s = time.monotonic()
+    assert driver.finish(0, job) is FAILED
+    assert elapsed_s(start_s) < 10
+    reason = f"was killed because job {job.sequence} of 4 tokens took too long"
+    wait_until(lambda: reason in driver.pool.trouble)
+
+
+def test_while_no_supervisor_is_there_late_jobs_fail_at_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow_python = tmp_path / "python"
+    slow_python.write_text(f'#!/bin/sh\nsleep 4\nexec {shlex.quote(sys.executable)} "$@"\n')
+    slow_python.chmod(0o700)
+    job = driver.start(0, 0)
+    assert driver.finish(0, job) is DONE
+    monkeypatch.setattr("sys.executable", str(slow_python))
+    supervisor().send_signal(signal.SIGKILL)
+    end = driver.pool.end
+    wait_until(lambda: end.state(0).status is WorkerStatus.DEAD)
+    assert not driver.pool.is_available
+    with pytest.raises(WorkerUnavailableError, match="worker 0 is dead"):
+        driver.publish(0, 0)
+    late = job._replace(sequence=end.next_sequence)  # of an engine with an old state
+    end.publish(late)
+    assert driver.finish(0, late) is FAILED
+    assert not driver.pool.is_available
+    driver.wait_ready()
+    assert driver.run(0, 0) is DONE
