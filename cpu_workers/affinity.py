@@ -70,10 +70,15 @@ def limit_torch_threads() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_num_threads"):  # absent, or still being imported
         return False
-    # The first query makes torch set its own number in this thread, so it comes first.
-    if torch.get_num_threads() == 1:
-        return True
+    # The first query makes torch set its own numbers in this thread, so it comes first.
+    is_limited = torch.get_num_threads() == 1
     folder = Path(str(torch.__file__)).parent / "lib"
+    for library in folder.glob("libtorch_cpu.so"):  # contains MKL, which has a number of its own
+        limit_mkl = getattr(ctypes.CDLL(str(library)), "MKL_Set_Num_Threads_Local", None)
+        if limit_mkl is not None:
+            limit_mkl(1)
+    if is_limited:
+        return True
     for library in folder.glob("libgomp*.so*"):  # the library that torch has loaded
         ctypes.CDLL(str(library)).omp_set_num_threads(1)
     return bool(torch.get_num_threads() == 1)
