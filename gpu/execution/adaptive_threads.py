@@ -11,7 +11,7 @@ from pathlib import Path
 from ...cpu_workers.run_queue import RunQueue, all_thread_ids
 from ...runtime.machine.cgroup import cgroup_throttled_s
 from ...runtime.machine.core_contention import CoreContention, CpuTime
-from ..forward.kernel_threads import kernel_thread_ids
+from ..forward.kernel_threads import kernel_thread_ids, set_kernel_helpers
 
 _LOG = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class AdaptiveThreads:
 
     def close(self) -> None:
         self._contention = None
+        set_kernel_helpers(0)
         self._queue.close()
 
     def _decide(self, contention: CoreContention, now_s: float) -> None:
@@ -99,6 +100,7 @@ class AdaptiveThreads:
         chosen = contention.observe(now_s, self.total - CpuTime(0.0, throttled_s))
         if chosen != before:
             self._choice.set_threads(chosen)
+            set_kernel_helpers(self._choice.max_threads - 1 if chosen == 1 else 0)
             self._observe_threads()
             _LOG.debug("threads: %d, after %d", chosen, before)
         if contention.is_contended and not was_contended:

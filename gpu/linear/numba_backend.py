@@ -16,7 +16,7 @@ from ...cpu_workers.kernels.linear.multiply import MATRIX_FIELDS, Y_FIELD, multi
 from ...cpu_workers.kernels.simd import layout
 from ...cpu_workers.kernels.simd.arithmetic import linear_tag
 from ..device import huge_pages
-from ..forward.kernel_threads import num_kernel_threads
+from ..forward.kernel_threads import kernel_helpers, num_kernel_threads
 from ..forward.launcher import current_launcher
 
 _ITEM_BYTES = torch.bfloat16.itemsize
@@ -203,6 +203,7 @@ class FusedProduct:
                 num_tokens,
                 scratch.data_ptr(),
                 num_threads,
+                kernel_helpers(),
             )
         return [
             y if padded == out_features else y[..., :out_features].contiguous()

@@ -13,7 +13,7 @@ from ...cpu_workers.kernels.lora.grouped import BATCH_FIELDS, add_deltas
 from ...cpu_workers.kernels.simd import layout
 from ...cpu_workers.kernels.simd.arithmetic import bfloat16_tag
 from ..forward.batch import LoraBatch, PassMetadata
-from ..forward.kernel_threads import num_kernel_threads
+from ..forward.kernel_threads import kernel_helpers, num_kernel_threads
 from ..forward.launcher import current_launcher
 from .base import PackedLora
 from .matrix_layout import PACKED, MatrixLayout
@@ -104,6 +104,7 @@ class NumbaLora:
             table.num_targets,
             self._batch_fields.buffer_info()[0],
             num_kernel_threads(),
+            kernel_helpers(),
         )
         for y, result in zip(padded, ys, strict=True):
             if y is not result:

@@ -40,8 +40,8 @@ _LLVM_TYPES = {
     "b": ir.IntType(1),
 }
 _ATTEND = "q" * 13 + "ddq"
-_ADD_DELTAS = "q" * 13
-_MULTIPLY = "q" * 9
+_ADD_DELTAS = "q" * 14
+_MULTIPLY = "q" * 10
 SIGNATURES = (
     *(tag + _MULTIPLY for tag in "bdqQiIhHcC"),
     "qqqqqqfbq",  # norms

@@ -12,7 +12,7 @@ large. Weights of 8 and 4 bits are multiplied as integers, for which x is coded 
 
 One packed copy serves decode and prefill. Few tokens run at the speed of memory, many near the
 limit of the arithmetic. Each thread takes one contiguous share of the columns, so that it reads
-one contiguous part of the weights.
+one contiguous part of the weights. With helpers, threads take pieces one by one: see ``pieces``.
 """
 
 from typing import Any
@@ -25,7 +25,8 @@ from ..simd.compiled import address_of, call_function, kernel, part
 from ..simd.emitter import VECTOR_BYTES
 from ..simd.isa import process_isa
 from ..simd.layout import COLUMNS_PER_GROUP, GROUPS_PER_LINEAR_UNIT
-from ..simd.memory import int64_at
+from ..simd.memory import int64_at, store_int64
+from ..simd.pieces import JOB_FIELD, compute_pieces, has_helpers, job_of, piece_addresses
 from .matrix_tiles import TOKENS_PER_TILE, product_16x4, product_32x2
 from .quantized_tiles import quantized_product
 from .rows import (
@@ -65,6 +66,10 @@ _SERIAL_BYTES = 64 * 1024
 # Up to this many values of x each thread converts all rows of x itself: that is cheaper than
 # fetching them from the core that has just written them.
 _OWN_VALUES = 64 * 1024
+
+# Fields of a job in pieces; most are arguments of ``multiply``.
+_MATRICES, _X, _X_STRIDE, _ORDER, _STEPS, _TOKENS, _UNITS, _UNITS_OF_PIECE = range(JOB_FIELD, JOB_FIELD + 8)
+_MAX_PIECES = 32  # taking one costs a cache miss
 
 
 def num_row_bytes(tag: np.generic, num_tokens: int, steps: int, num_threads: int) -> int:
@@ -339,6 +344,57 @@ def _multiply_share(
         matrix += 8 * MATRIX_FIELDS
 
 
+@part
+def _multiply_piece(tag: Any, job: int, number: int) -> None:
+    """Some units of a job that ``_multiply_in_pieces`` has published."""
+    num_units, size = int64_at(job, _UNITS), int64_at(job, _UNITS_OF_PIECE)
+    first = number * size
+    _multiply_share(
+        tag,
+        int64_at(job, _MATRICES),
+        int64_at(job, _X),
+        int64_at(job, _X_STRIDE),
+        int64_at(job, _ORDER),
+        int64_at(job, _STEPS),
+        int64_at(job, _TOKENS),
+        0,
+        first,
+        min(first + size, num_units),
+    )
+
+
+_piece_address = piece_addresses(_multiply_piece)
+
+
+@part
+def _multiply_in_pieces(
+    tag: Any,
+    matrices: int,
+    x: int,
+    x_stride: int,
+    order: int,
+    steps: int,
+    num_tokens: int,
+    rows: int,
+    num_units: int,
+    helpers: int,
+) -> None:
+    """All units, shared with helpers; the caller alone converts rows of x."""
+    if is_converted(tag):
+        make_blocks(tag, x, x_stride, order, steps, num_tokens, rows, 0, token_blocks(tag, num_tokens)[0])
+        x = rows
+    job, size = job_of(helpers), max(1, num_units // _MAX_PIECES)
+    store_int64(job, _MATRICES, matrices)
+    store_int64(job, _X, x)
+    store_int64(job, _X_STRIDE, x_stride)
+    store_int64(job, _ORDER, order)
+    store_int64(job, _STEPS, steps)
+    store_int64(job, _TOKENS, num_tokens)
+    store_int64(job, _UNITS, num_units)
+    store_int64(job, _UNITS_OF_PIECE, size)
+    compute_pieces(helpers, _piece_address(tag), -(-num_units // size))
+
+
 @kernel(parallel=True)
 def multiply(
     tag: Any,
@@ -351,6 +407,7 @@ def multiply(
     num_tokens: int,
     rows: int,
     num_threads: int,
+    helpers: int,
 ) -> None:
     """Write x W^T + bias for ``num_tokens`` tokens, for matrices that read the same x.
 
@@ -364,6 +421,8 @@ def multiply(
         steps: pairs of values in a padded row of x and of the weights.
     rows: address of ``num_row_bytes`` of scratch.
     num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot query itself.
+    helpers: address of the memory that this thread shares with its helpers, or 0. While there are
+        some, they take part instead of numba's threads.
     """
     num_units = 0
     for matrix in range(num_matrices):
@@ -372,6 +431,9 @@ def multiply(
     workers = min(num_threads, num_units)
     if num_units * _unit_bytes(tag, steps) * blocks <= _SERIAL_BYTES:
         workers = 1
+    elif has_helpers(helpers):
+        _multiply_in_pieces(tag, matrices, x, x_stride, order, steps, num_tokens, rows, num_units, helpers)
+        return
     copy_bytes = 0
     if is_converted(tag):
         copy_bytes = (num_tokens + max_tokens(tag)) * row_bytes(tag, steps)

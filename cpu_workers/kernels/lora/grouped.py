@@ -9,20 +9,22 @@ torch with float32 accumulation 1.34 / 1.68 / 3.71, torch in bfloat16, which rou
 too, 0.62 / 0.49 / 1.53. For 8 to 128 tokens this is the fastest but for rank 128.
 
 Mixed ranks balance: shrink is cut by (segment, 8 tokens, 8 ranks), expand by (segment, 4 tokens,
-128 columns) weighted by rank, and each thread takes one contiguous share.
+128 columns) weighted by rank, and each thread takes one contiguous share. With helpers, threads take
+a few tokens at a time: see ``pieces``.
 """
 
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numba import prange
+from numba import carray, prange
 
 from ..simd.bfloat16 import is_widened, widen
 from ..simd.compiled import address_of, call_function, kernel, part
 from ..simd.emitter import VECTOR_BYTES
 from ..simd.layout import COLUMNS_PER_GROUP, RANKS_PER_TILE
-from ..simd.memory import float32_at, int32_at, int64_at
+from ..simd.memory import float32_at, int32_at, int64_at, pointer, store_int64
+from ..simd.pieces import JOB_FIELD, compute_pieces, has_helpers, job_of, piece_addresses
 from .token_blocks import add_target, expand_tokens, shrink_target, shrink_tokens
 
 Plan: TypeAlias = npt.NDArray[np.int64]
@@ -52,6 +54,11 @@ _NUM_SEGMENTS, _STARTS, _ENDS, _ROWS, _SCRATCH, _WIDE = range(BATCH_FIELDS)
 _START, _TOKENS, _RANK, _A, _B, _SHRINK_UNIT, _EXPAND_UNIT, _HIDDEN = range(8)
 _SCALING, _Y, _Y_STRIDE, _NUM_GROUPS = range(8, 12)
 _PLAN_COLUMNS = 12
+
+# Fields of a job in pieces of some tokens.
+_OF_PLAN, _PLAN_ROWS, _OF_SEGMENTS, _ITEMSIZE, _X, _X_STRIDE = range(JOB_FIELD, JOB_FIELD + 6)
+_IN_STEPS, _OF_WIDE, _BEGIN, _END, _SIZE = range(JOB_FIELD + 6, JOB_FIELD + 11)
+_MAX_PIECES = 16
 
 
 @part
@@ -269,6 +276,60 @@ def _tokens_share(
             first += count
 
 
+@part
+def _tokens_piece(tag: Any, job: int, number: int) -> None:
+    """Some tokens of a job that ``_tokens_in_pieces`` has published."""
+    plan = carray(
+        pointer(int64_at(job, _OF_PLAN)), (int64_at(job, _PLAN_ROWS), np.int64(_PLAN_COLUMNS)), np.int64
+    )
+    first = int64_at(job, _BEGIN) + number * int64_at(job, _SIZE)
+    _tokens_share(
+        tag,
+        plan,
+        int64_at(job, _OF_SEGMENTS),
+        int64_at(job, _ITEMSIZE),
+        int64_at(job, _X),
+        int64_at(job, _X_STRIDE),
+        int64_at(job, _IN_STEPS),
+        int64_at(job, _OF_WIDE),
+        first,
+        min(first + int64_at(job, _SIZE), int64_at(job, _END)),
+    )
+
+
+_piece_address = piece_addresses(_tokens_piece)
+
+
+@part
+def _tokens_in_pieces(
+    tag: Any,
+    plan: Plan,
+    num_segments: int,
+    itemsize: int,
+    x: int,
+    x_stride: int,
+    in_steps: int,
+    wide: int,
+    begin: int,
+    end: int,
+    helpers: int,
+) -> None:
+    """All targets of tokens [begin, end), shared with helpers."""
+    job, size = job_of(helpers), max(1, (end - begin) // _MAX_PIECES)
+    store_int64(job, _OF_PLAN, plan.ctypes.data)
+    store_int64(job, _PLAN_ROWS, plan.shape[0])
+    store_int64(job, _OF_SEGMENTS, num_segments)
+    store_int64(job, _ITEMSIZE, itemsize)
+    store_int64(job, _X, x)
+    store_int64(job, _X_STRIDE, x_stride)
+    store_int64(job, _IN_STEPS, in_steps)
+    store_int64(job, _OF_WIDE, wide)
+    store_int64(job, _BEGIN, begin)
+    store_int64(job, _END, end)
+    store_int64(job, _SIZE, size)
+    compute_pieces(helpers, _piece_address(tag), -(-(end - begin) // size))
+
+
 @kernel(parallel=True)
 def add_deltas(
     tag: Any,
@@ -285,6 +346,7 @@ def add_deltas(
     row_stride: int,
     batch: int,
     num_threads: int,
+    helpers: int,
 ) -> None:
     """Add the deltas of targets that read the same x to the y of each, for all segments.
 
@@ -300,6 +362,8 @@ def add_deltas(
         the last, table row; address of float32 scratch, for each target and segment tokens * (rank
         rounded up to 8); of further scratch, as many values as x has, for ``BFLOAT16``.
     num_threads: at most ``numba.get_num_threads()``, which a cached kernel cannot query itself.
+    helpers: address of the memory that this thread shares with its helpers, or 0. While there are
+        some, they take part instead of numba's threads.
     """
     plan = _make_plan(
         targets,
@@ -323,6 +387,11 @@ def add_deltas(
     if num_tokens >= _TOKENS_OF_THREAD * num_threads:
         begin, end = plan[0, _START], plan[num_segments - 1, _START]
         end += plan[num_segments - 1, _TOKENS]
+        if has_helpers(helpers):
+            _tokens_in_pieces(
+                tag, plan, num_segments, itemsize, x, x_stride, in_steps, wide, begin, end, helpers
+            )
+            return
         all_tokens = (tag, plan, num_segments, itemsize, x, x_stride, in_steps, wide, begin, end)
         tokens = address_of(_tokens_share, all_tokens)
         if num_threads == 1:

@@ -20,10 +20,12 @@ class Machine:
         self.now_s = 10.0
         self.times: list[tuple[float, float]] | None = [(3.0, 1.0), (2.0, 1.0)]
         self.num_threads = 2
+        self.num_helpers = 0
         self.throttled_s = 7.0
         monkeypatch.setattr("time.monotonic", lambda: self.now_s)
         monkeypatch.setattr(adaptive_threads, "RunQueue", lambda ids: self)
         monkeypatch.setattr(adaptive_threads, "kernel_thread_ids", lambda: {1, 2})
+        monkeypatch.setattr(adaptive_threads, "set_kernel_helpers", self.set_helpers)
         monkeypatch.setattr(adaptive_threads, "cgroup_throttled_s", lambda root: self.throttled_s)
 
     def read(self) -> list[tuple[float, float]] | None:
@@ -34,6 +36,9 @@ class Machine:
 
     def set_threads(self, number: int) -> None:
         self.num_threads = number
+
+    def set_helpers(self, number: int) -> None:
+        self.num_helpers = number
 
     def pass_by(self, duration_s: float, waited_share: float) -> None:
         assert self.times is not None
@@ -63,7 +68,7 @@ def test_threads_give_way_and_come_back(machine: Machine, caplog: pytest.LogCapt
     threads = machine.engine()
     machine.pass_by(0.3, 0.5)
     assert threads.after_step() == pytest.approx(0.15)
-    assert (machine.num_threads, threads.num_threads) == (1, 1)
+    assert (machine.num_threads, threads.num_threads, machine.num_helpers) == (1, 1, 1)
     assert threads.waited_share == pytest.approx(0.5)
     for _ in range(20):
         machine.pass_by(0.5, 0.5)
@@ -71,7 +76,7 @@ def test_threads_give_way_and_come_back(machine: Machine, caplog: pytest.LogCapt
     for _ in range(70):
         machine.pass_by(0.5, 0.0)
         assert threads.after_step() == 0
-    assert (machine.num_threads, threads.num_threads) == (2, 2)
+    assert (machine.num_threads, threads.num_threads, machine.num_helpers) == (2, 2, 0)
     assert threads.total.waited_s == pytest.approx(0.3 + 5.0)
     contended, free = caplog.messages
     assert "waited for a core for 50 % of the time" in contended and "1 of 2 threads" in contended

@@ -9,7 +9,7 @@ import torch
 from corun.cpu_workers.kernels.simd.isa import has_integer_dot
 from corun.cpu_workers.kernels.simd.layout import INT4, MXFP4_LEVELS, NF4_LEVELS, Levels
 from corun.gpu.forward.batch import StepContext
-from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
+from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_helpers, set_kernel_threads
 from corun.gpu.forward.launcher import launching
 from corun.gpu.linear.base import LinearBackend
 from corun.gpu.linear.numba_backend import NumbaLinear
@@ -198,9 +198,12 @@ def test_products_of_any_number_of_threads(tokens: int, kind: str, has_zeros: bo
         for num_threads in (1, 2):
             set_kernel_threads(num_threads)
             results.append(backend(x))
+        set_kernel_helpers(1)
+        results.append(backend(x))
     finally:
+        set_kernel_helpers(0)
         set_kernel_threads(before)
-    assert torch.equal(*results)
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @each_kind

@@ -5,7 +5,7 @@ import pytest
 import torch
 from corun.cpu_workers.kernels.simd.isa import has_matrix_registers, process_isa
 from corun.cpu_workers.kernels.simd.layout import BFLOAT16, BFLOAT16_DOT, BFLOAT16_TILES
-from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_threads
+from corun.gpu.forward.kernel_threads import num_kernel_threads, set_kernel_helpers, set_kernel_threads
 from corun.gpu.linear.numba_backend import NumbaLinear
 
 # All arithmetics that this process supports, not only the chosen one.
@@ -75,6 +75,22 @@ def test_products_of_any_number_of_threads(tokens: int, tag: np.generic) -> None
     assert torch.equal(*results)
     truth = x.float() @ backend.weight.float().t()
     torch.testing.assert_close(results[0].float(), truth, rtol=2**-7, atol=2**-3)
+
+
+@each_tag
+@pytest.mark.parametrize("out_features", [70, 448, 4224])  # pieces of one unit, and of two
+def test_products_with_helpers(out_features: int, tag: np.generic) -> None:
+    generator = torch.Generator().manual_seed(0)
+    backend = NumbaLinear(torch.randn(out_features, 768, generator=generator).bfloat16(), None, tag=tag)
+    inputs = [torch.randn(tokens, 768, generator=generator).bfloat16() for tokens in (1, 5, 8, 40)]
+    alone = [backend(x) for x in inputs]
+    for num_helpers in (1, 3):
+        set_kernel_helpers(num_helpers)
+        try:
+            for _ in range(20):
+                assert all(torch.equal(backend(x), y) for x, y in zip(inputs, alone, strict=True))
+        finally:
+            set_kernel_helpers(0)
 
 
 @each_tag

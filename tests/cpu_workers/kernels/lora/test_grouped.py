@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from corun.cpu_workers.kernels.simd.layout import BFLOAT16
+from corun.gpu.forward.kernel_threads import set_kernel_helpers
 from corun.gpu.lora.numba_backend import NumbaLora
 from corun.gpu.lora.table import DeviceAdapter, LoraTable
 from support.lora import make_batch
@@ -50,3 +51,34 @@ def test_non_finite_values_stay_in_their_row(portable: bool) -> None:
     backend.add_delta(x, y, 0, make_batch([(0, 9, 0)], table, [row]))
     assert bool(y[4].isnan().all())
     assert bool(torch.cat((y[:4], y[5:])).isfinite().all())
+
+
+@each_arithmetic
+@pytest.mark.parametrize("num_tokens", [1, 9, 70])  # pieces of one token, and of four
+def test_helpers_change_no_bits(dtype: torch.dtype, is_portable: bool, num_tokens: int) -> None:
+    table = LoraTable(1, 2, "cpu")
+    backend = NumbaLora(table, dtype=dtype, tag=BFLOAT16 if is_portable else None)
+    rows = [
+        table.add(
+            DeviceAdapter(
+                {0: backend.pack(torch.randn(rank, 512).to(dtype), torch.randn(256, rank).to(dtype), 1.0)}
+            )
+        )
+        for rank in (8, 40)
+    ]
+    x = torch.randn(num_tokens, 512).to(dtype)
+    half = num_tokens // 2
+    batch = make_batch([(0, half, 0), (half, num_tokens, 1)], table, rows)
+
+    def delta() -> torch.Tensor:
+        y = torch.zeros(num_tokens, 256, dtype=dtype)
+        backend.add_delta(x, y, 0, batch)
+        return y
+
+    alone = delta()
+    set_kernel_helpers(2)
+    try:
+        for _ in range(20):
+            assert torch.equal(delta(), alone)
+    finally:
+        set_kernel_helpers(0)
