@@ -48,30 +48,26 @@ def test_nothing_is_left_after_close() -> None:
     assert set(threading.enumerate()) <= threads
 
 
-def test_the_thread_that_starts_a_pool_may_end() -> None:
+def test_workers_run_where_they_should_with_one_thread_each() -> None:
+    """Also when the thread that has started the pool has ended."""
+    cpu = max(os.sched_getaffinity(0))
+    config = make_config(worker_cpus=(cpu,), supervisor_cpus=(min(os.sched_getaffinity(0)),))
     made: list[Driver] = []
-    thread = threading.Thread(target=lambda: made.append(Driver([case()])))
+    thread = threading.Thread(target=lambda: made.append(Driver([case()], config)))
     thread.start()
     thread.join()
     with made[0] as driver:
-        pid = supervisor().pid
-        assert driver.run(0, 0) is DONE
-        assert supervisor().pid == pid
-
-
-def test_workers_run_where_they_should_with_one_thread_each() -> None:
-    cpu = max(os.sched_getaffinity(0))
-    config = make_config(worker_cpus=(cpu,), supervisor_cpus=(min(os.sched_getaffinity(0)),))
-    with Driver([case()], config):
-        (worker,) = workers()
+        watcher, (worker,) = supervisor(), workers()
         assert worker.cpu_affinity() == [cpu]
-        assert supervisor().cpu_affinity() == [min(os.sched_getaffinity(0))]
+        assert watcher.cpu_affinity() == [min(os.sched_getaffinity(0))]
         assert worker.num_threads() == 1
         environment = worker.environ()
         assert environment["OMP_NUM_THREADS"] == environment["NUMBA_NUM_THREADS"] == "1"
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
-        maps = Path(f"/proc/{supervisor().pid}/maps").read_text()
+        maps = Path(f"/proc/{watcher.pid}/maps").read_text()
         assert "libtorch" not in maps and "libcuda" not in maps
+        assert driver.run(0, 0) is DONE
+        assert (supervisor().pid, workers()[0].pid) == (watcher.pid, worker.pid)
 
 
 def test_a_pinning_that_the_kernel_refuses_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,8 +96,8 @@ def test_workers_that_cannot_start_say_why() -> None:
     before = held()
     with Segment.create(4096, kind="adapters") as arena:
         pool = WorkerPool(make_config(delta_table=table_of("abacus")), arena)
-        with pytest.raises(WorkerPoolError, match="0 of 1 CPU workers are ready after 5 s"):
-            pool.wait_ready(5.0)
+        with pytest.raises(WorkerPoolError, match="0 of 1 CPU workers are ready after 1 s"):
+            pool.wait_ready(1.0)
         wait_until(lambda: "delta back ends are" in pool.trouble)
         assert not pool.is_available
         pool.close()
