@@ -125,3 +125,21 @@ def test_waits_that_a_quota_explains_more_than_once_count_as_none() -> None:
     threads.now_s += 1
     assert threads.contention.observe(threads.now_s, CpuTime(2.0, -0.3)) == 2
     assert threads.contention.waited_share == 0
+
+
+# Milliseconds that one computing thread ran and waited in windows of half a second, of schedstat on
+# two cores beside one spinning process per core. Now and then it has a core to itself for a moment.
+_BESIDE_ONE_PER_CORE = (
+    *((245, 125), (310, 195), (360, 145), (410, 90), (285, 215), (360, 135), (385, 115), (320, 180)),
+    *((345, 190), (290, 145), (315, 185), (380, 120), (260, 240), (335, 170), (400, 95), (340, 160)),
+)
+
+
+def test_a_recorded_load_beside_spinning_processes_has_no_trials() -> None:
+    threads = Threads(2)
+    threads.run(0.25, 0.5)
+    for ran_ms, waited_ms in 4 * _BESIDE_ONE_PER_CORE:
+        threads.now_s += 0.5
+        threads.total += CpuTime(ran_ms * 1e-3, waited_ms * 1e-3)
+        assert threads.contention.observe(threads.now_s, threads.total) == 1
+    assert threads.contention.needed_quiet_s == MIN_QUIET_S
