@@ -10,12 +10,19 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
+# It asks the kernel to end it with the process that starts it, however that one ends.
+_SPIN = """
+import ctypes, signal
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+while True:
+    pass
+"""
 
 
 @contextlib.contextmanager
 def spinning(per_core: int) -> Iterator[None]:
     """Run processes that spin, so many for each CPU of this process, at its nice value."""
-    command = [sys.executable, "-S", "-E", "-c", "while True: pass"]
+    command = [sys.executable, "-S", "-E", "-c", _SPIN]
     with contextlib.ExitStack() as stack:
         for _ in range(per_core * len(os.sched_getaffinity(0))):
             process = subprocess.Popen(command)
