@@ -45,15 +45,13 @@ class DecodeGap:
         step = _StepCosts(model, rows, is_cold=is_cold)
         num_others = step.num_prefill_tokens
         if self._max_gap_s is None:
-            least_tokens = self._least_tokens(model, request.adapter_bytes)
-            aim_s = _DEFAULT_DECODE_STEPS * step.decode_s()
-            aim_s = max(aim_s, step.step_s(request, least_tokens))
+            fewest = max(0, self._least_tokens(model, request.adapter_bytes) - num_others)
+            aim_s = max(_DEFAULT_DECODE_STEPS * step.decode_s(), step.step_s(request, fewest))
             self.bound_s = self._slowness * aim_s / _AIM
         else:
-            least_tokens = self._block_size
+            fewest = max(0, self._block_size - num_others)
             self.bound_s = self._max_gap_s
             aim_s = _AIM * self._max_gap_s / self._slowness
-        fewest = max(0, least_tokens - num_others)
         if fewest >= num_tokens or step.step_s(request, num_tokens) <= aim_s:
             return num_tokens
         return self._most_tokens(step, request, range(fewest, num_tokens), aim_s)

@@ -160,6 +160,16 @@ class TestWithAProfile:
         scheduler = make(times=ProfiledTimes(_MODEL, _MAX_TOKENS))
         assert chunk_beside(scheduler, decoding(scheduler, 1)) == 256
 
+    @pytest.mark.parametrize(("first", "second"), [(256, 0), (200, 56)])
+    def test_by_default_prompts_share_the_least_chunk(self, first: int, second: int) -> None:
+        scheduler = make(times=ProfiledTimes(_MODEL, _MAX_TOKENS))
+        steps = decoding(scheduler, 1)
+        scheduler.add_request(make_request(11, prompt=first, max_tokens=2), 0.0)
+        scheduler.add_request(make_request(12, prompt=500, max_tokens=2), 0.0)
+        rows = rows_of(steps.next_plan())
+        assert rows[11][2] == first
+        assert (rows[12][2] if 12 in rows else 0) == second
+
     def test_a_machine_that_is_slower_than_its_profile_has_shorter_chunks(self) -> None:
         pace = StepPace(_MODEL)
         scheduler = make(pace=pace, max_decode_gap_s=2.0)
