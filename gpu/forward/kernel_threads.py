@@ -30,17 +30,18 @@ class _Helpers:
         close_pieces(self.address)
         for thread in self._threads:
             thread.join()
-        # A daemon: a program may end without closing its engine.
+        # A daemon: a program may end without closing its engine. It keeps the memory.
         self._threads = [
-            threading.Thread(
-                target=help_with_pieces, args=(self.address,), name=f"corun-helper-{index}", daemon=True
-            )
+            threading.Thread(target=self._help, name=f"corun-helper-{index}", daemon=True)
             for index in range(number)
         ]
         if number:
             open_pieces(self.address)
         for thread in self._threads:
             thread.start()
+
+    def _help(self) -> None:
+        help_with_pieces(self.address)
 
     def ids(self) -> set[int]:
         return {thread.native_id for thread in self._threads if thread.native_id is not None}
