@@ -37,8 +37,8 @@ BACKENDS: Mapping[str, MakeLinear] = {
 # core's second-level cache, as in real models.
 _MEASURED_TOKENS = (1, 8, 128)
 _MEASURED_FEATURES = 1024
-_MEASURED_TURNS = 2
-_MEASURED_ROUNDS = 8
+_MEASURED_TURNS = 5
+_MEASURED_ROUNDS = 4
 _WARM_UP_S = 0.01
 _LIMIT_S = 0.2  # per size and turn, on a machine that is not quiet
 # Minimal gain of a less preferred back end: less is noise, and successive starts would compute
@@ -145,8 +145,9 @@ def _operands(features: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Ten
 def _measure_ms(names: list[str], dtype: torch.dtype) -> dict[str, list[float]]:
     """Quiet time of a product by back end and number of tokens; infinite if none was quiet.
 
-    One back end after the other, in two rounds: helper threads of one library spin for milliseconds
-    after its last product, on the cores of the next one, which is warmed up as long.
+    One back end after the other: helper threads of one library spin for milliseconds after its last
+    product, on the cores of the next one, which is warmed up as long. There are several turns,
+    because other machines of the host may use the memory during one.
     """
     weight, x = _operands(_MEASURED_FEATURES, max(_MEASURED_TOKENS), dtype)
     backends = {name: BACKENDS[name](weight, None) for name in names}
