@@ -3,7 +3,8 @@
 The engine of a process of its own, driven from this thread: batches of 1, 8 and 16 requests with
 contexts of about 150 tokens, on the base model and with ten adapters. Whole decode steps and the
 linear products of the same modules alone (same backend, same number of tokens) are measured in
-turn (ABBA); then a run with clocks around the parts says where the rest goes.
+turn (ABBA), and so is a plain read of as many bytes as the weights have; then a run with clocks
+around the parts says where the rest goes.
 
 The single stream is measured through ``corun.Engine``, as milliseconds per token between a short
 and a long answer. The last line is JSON.
@@ -14,16 +15,20 @@ and a long answer. The last line is JSON.
 import argparse
 import dataclasses
 import logging
+import os
 import random
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from busy import weight_bytes
 from corun import Engine, SamplingParams
 from corun.runtime.config.engine import EngineConfig
 from corun.runtime.engine.assembly.build import build_engine
+from floors import FloorMeter
 from models import VOCAB_SIZE, make_adapters, make_model
 from paired import MAX_CONTROL_SPREAD, Ratio, compare, ratio_of, report, seconds
 from stepped_engine import SteppedEngine, Steps
@@ -35,9 +40,12 @@ _ENGINE_OPTIONS = """
 """.split()
 
 
-def measure(engine: SteppedEngine, batch: int, num_pairs: int) -> dict[str, Any]:
+def measure(
+    engine: SteppedEngine, batch: int, num_pairs: int, read_ms: Callable[[], float]
+) -> dict[str, Any]:
     """One batch size: times and ratios, and where the time goes."""
     works = {
+        "reading the weights": read_ms,
         "linears": lambda: engine.linears_ms(batch),
         "base": lambda: engine.step_ms(batch, with_adapters=False),
         "adapters": lambda: engine.step_ms(batch, with_adapters=True),
@@ -57,6 +65,7 @@ def measure(engine: SteppedEngine, batch: int, num_pairs: int) -> dict[str, Any]
         "ms": {name: round(statistics.median(values), 3) for name, values in times.items()},
         "base_over_linears": ratio("base", "linears").to_json(),
         "adapters_over_linears": ratio("adapters", "linears").to_json(),
+        "adapters_over_reading": ratio("adapters", "reading the weights").to_json(),
         "base_over_adapters": ratio("base", "adapters").to_json(),
         "control": control.to_json(),
         "control_spread": round(control.spread, 4),
@@ -64,6 +73,19 @@ def measure(engine: SteppedEngine, batch: int, num_pairs: int) -> dict[str, Any]
     for label, with_adapters in (("base", False), ("adapters", True)):
         figures[f"part_ms, {label}"] = engine.part_ms(batch, with_adapters=with_adapters)
     return figures
+
+
+def weights_reader(model: Path) -> Callable[[], float]:
+    """A function that returns in how many milliseconds all cores read as many bytes as a step reads."""
+    meter = FloorMeter(len(os.sched_getaffinity(0)))
+    num_bytes = weight_bytes(model)
+
+    def read_ms() -> float:
+        meter.start_again()
+        meter.measure()
+        return num_bytes / meter.floors.memory_gb_per_s / 1e6
+
+    return read_ms
 
 
 def measure_prefill(engine: SteppedEngine, num_tokens: int, num_pairs: int) -> dict[str, Any]:
@@ -147,9 +169,9 @@ def main() -> None:
             print(f"single stream: {figures['single_stream_ms']}", flush=True)
         assembly = build_engine(config, on_progress=lambda _: None, own_process=True)
         print("\n".join(assembly.info.summary), flush=True)
-        engine = SteppedEngine(assembly, adapters, steps)
+        engine, read_ms = SteppedEngine(assembly, adapters, steps), weights_reader(model)
         for batch in arguments.batches:
-            cell = figures[f"batch {batch}"] = measure(engine, batch, arguments.pairs)
+            cell = figures[f"batch {batch}"] = measure(engine, batch, arguments.pairs, read_ms)
             print(f"batch {batch}: {cell}", flush=True)
             if batch == JUDGED_BATCH:
                 is_judged = cell["control_spread"] <= MAX_CONTROL_SPREAD
