@@ -44,7 +44,7 @@ def measure(
     engine: SteppedEngine, batch: int, num_pairs: int, read_ms: Callable[[], float]
 ) -> dict[str, Any]:
     """One batch size: times and ratios, and where the time goes."""
-    works = {
+    works: dict[str, Callable[[], float]] = {
         "reading the weights": read_ms,
         "linears": lambda: engine.linears_ms(batch),
         "base": lambda: engine.step_ms(batch, with_adapters=False),
