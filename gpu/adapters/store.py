@@ -185,7 +185,7 @@ class _StagedLayers:
             arena.write(entry, region.offset, memoryview(header))
 
     def store(self, layer: int) -> None:
-        """Write a layer whose parts are written. Raises ``ShmError``."""
+        """Write a layer to the arena, after all of its parts have been packed. Raises ``ShmError``."""
         start, end = self._spans[layer]
         for first, header in self._headers[layer]:  # other layers have been here
             self._bytes[first : first + len(header)] = header

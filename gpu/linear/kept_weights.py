@@ -165,7 +165,7 @@ class LateWeights:
     """Matrices to be written for the next start: by a thread beside an engine, or at once."""
 
     def __init__(self, kept: KeptWeights, matrices: Mapping[str, Arrays]) -> None:
-        """``kept``: closed, to be replaced by ``matrices``, which no one changes."""
+        """``kept``: closed, to be replaced by ``matrices``, which do not change any more."""
         self._kept = kept
         self._matrices = matrices
         self._is_closing = threading.Event()
